@@ -21,7 +21,7 @@ from canon_pretrain.core.cli import usage_error
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import write_json
 from canon_pretrain.core.terminal import Console
-from canon_pretrain.model.args import ModelArgs, to_json
+from canon_pretrain.model.args import MIXERS, ModelArgs, to_json
 from canon_pretrain.run.config import check_type, unknown_key
 
 if TYPE_CHECKING:  # imports torch
@@ -41,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "mixer",
         metavar="FILE.py:Name",
-        help="a class of your own (train_configs/mixers/README.md), or attention, gla, mamba2, "
-        "gated_deltanet. --model.KEY VALUE sets keys of [model], such as --model.dim 512",
+        help=f"a class of your own (train_configs/mixers/README.md), or {', '.join(MIXERS)}. "
+        "--model.KEY VALUE sets keys of [model], such as --model.dim 512",
     )
     add("--json", type=Path, metavar="FILE", help="also write the rows here")
 

@@ -7,8 +7,10 @@ import json
 from dataclasses import dataclass
 
 import pytest
+import torch
 
 from canon_pretrain.check import all_checks, check_export, parse_overrides
+from canon_pretrain.model.init import initial_value
 from canon_pretrain.model.mixer_check import CHECKS, Check, run_checks, tiny_args
 from tests.support import ROOT, canon_stage, error_codes, refused
 
@@ -265,6 +267,25 @@ def test_widths_grow_until_the_class_accepts_one(write):
 def test_a_class_that_cannot_be_built_is_refused(lines, code, write):
     with refused(code):
         tiny_args(write(lines))
+
+
+def test_experts_next_to_a_mixer_have_initial_values(write):
+    args = tiny_args(write({}), {"ffn": "moe", "num_experts": 4})
+    assert args.num_expert_layers == 2
+
+
+def test_a_class_may_set_values_that_depend_on_the_model(write):
+    lines = """
+    @classmethod
+    def initial_value(cls, args, name, usual):
+        if name != "decay":
+            return usual
+        return type(usual)(usual.name, usual.shape, usual.seed, "constant", float(args.dim))
+"""
+    args = tiny_args(write({INIT: lines}))
+    shape = torch.Size([args.dim])
+    value = initial_value(args, "layers.1.attention.decay", shape)
+    assert value.rows(0, 2).tolist() == [args.dim] * 2
 
 
 @pytest.mark.parametrize(

@@ -270,7 +270,9 @@ def check_kernels(device_type: str) -> Findings:
     # Why each optional backend cannot run the paper's largest model with all Canon layers.
     args = replace(flavor("1b3"), canon_set="ABCD")
     problems = {f"canon {name}": backend_problem(name, device_type) for name in OPTIONAL}
-    problems["mixer fla"] = fla_mixers().fla_problem("gla", args.head_dim)
+    adapter = fla_mixers()
+    mixer_problems = [adapter.fla_problem(mixer, args.head_dim) for mixer in adapter.MIXERS]
+    problems["mixer fla"] = next(filter(None, mixer_problems), None)
     for name in (*FLASH_IMPLS, "flash_attn"):
         problems[f"attention {name}"] = None
         try:

@@ -322,7 +322,7 @@ _CHECKED_IN_ROPE = {
 
 
 # -- parameter names; those the released class does not have are named like similar ones, but those
-# of a mixer of the user's own, in a layer's `attention`, are in its `mixer`
+# of any other mixer (`keeps_names`), in a layer's `attention`, are in its `mixer`
 
 Names = dict[str, str]
 
@@ -444,17 +444,24 @@ _LFM2_NAMING = Naming(
 )
 _NAMINGS = {MAMBA2: _MAMBA2_NAMING, LFM2: _LFM2_NAMING}
 OWN_MIXER = "mixer"
-"""Name of the module of a layer that is a mixer of the user's own."""
+"""Name of the module of a layer that is a mixer without names above."""
+
+
+def keeps_names(layer: ModelArgs) -> bool:
+    """Return whether a layer's mixer is its OWN_MIXER, whose modules keep our names."""
+    if layer.recurrent is not None:
+        return not layer.recurrent.has_llama_names
+    return layer.is_own_mixer
 
 
 def to_hf(name: str, model_type: str = MODEL_TYPE, args: ModelArgs | None = None) -> str:
     """Return a parameter's name in the class of `model_type`. Raises ValueError if unknown.
 
-    `args`: the model, needed for the layers with a mixer of the user's own.
+    `args`: the model, needed for the layers with a mixer that keeps its names.
     """
     own = re.fullmatch(r"layers\.(\d+)\.attention\.(.+)", name)
     if own and args is not None and model_type not in STANDARD_TYPES:
-        if args.layer_args[int(own[1])].is_own_mixer:
+        if keeps_names(args.layer_args[int(own[1])]):
             return f"{LLAMA_NAMING.layers}.{own[1]}.{OWN_MIXER}.{own[2]}"
     return _translate(name, "layers", _NAMINGS.get(model_type, LLAMA_NAMING))
 

@@ -25,6 +25,7 @@ from canon_pretrain.hf.config import (
     MODEL_TYPE,
     OWN_MIXER,
     Names,
+    keeps_names,
     layout,
     to_args,
     to_ours,
@@ -34,7 +35,6 @@ from canon_pretrain.model.attention import Rope
 from canon_pretrain.model.cache import Cache
 from canon_pretrain.model.canon import Canon
 from canon_pretrain.model.init import initial_value
-from canon_pretrain.model.mixers import Mixer
 from canon_pretrain.model.transformer import Transformer, TransformerBlock
 
 
@@ -133,14 +133,14 @@ class LlamaCanonDecoderLayer(GradientCheckpointingLayer):
 
     block: TransformerBlock
 
-    def __init__(self, block: TransformerBlock) -> None:
+    def __init__(self, block: TransformerBlock, args: ModelArgs) -> None:
         super().__init__()
         object.__setattr__(self, "block", block)  # unregistered: its modules have other names here
         self.self_attn = _Namespace()
         self.mlp = _Namespace()
         names = LLAMA_NAMING.block
         bare_names = LLAMA_NAMING.bare
-        if isinstance(block.attention, Mixer):  # of the user's own, whose modules keep their names
+        if keeps_names(args):
             setattr(self, OWN_MIXER, block.attention)
             names = _outside_mixer(names)
             bare_names = _outside_mixer(bare_names)
@@ -269,7 +269,7 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
         embedding, *norm_and_output = LLAMA_NAMING.ends.items()
         self._registrations = _register(core, self, [embedding])
         blocks: Any = core.layers.values()
-        self.model.layers = nn.ModuleList(LlamaCanonDecoderLayer(block) for block in blocks)
+        self.model.layers = nn.ModuleList(map(LlamaCanonDecoderLayer, blocks, args.layer_args))
         for number, layer in enumerate(self.model.layers):
             core.layers[str(number)] = layer
         self._registrations += _register(core, self, norm_and_output)

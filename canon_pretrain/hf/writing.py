@@ -17,6 +17,7 @@ from torch import Tensor
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.lock import locked
+from canon_pretrain.model.mixer_table import RECURRENT
 
 MAX_FILE_BYTES = 5_000_000_000
 INDEX = "model.safetensors.index.json"
@@ -148,9 +149,9 @@ def bundled_code(version: str | None, mixers: tuple[MixerSource, ...] = ()) -> M
 
     `from canon_pretrain.model.args import` becomes `from .args import`, also in `mixers`.
     """
-    # Follow the imports from modeling_canon.py and the mixers.
+    # Follow the imports from modeling_canon.py and the mixers: ours are imported by their rows.
     sources: dict[str, str] = {}
-    pending = [MODELING_MODULE]
+    pending = [MODELING_MODULE, *(f"{PACKAGE}.model.{row.module}" for row in RECURRENT.values())]
     for mixer in mixers:
         pending += _imported_modules(mixer.text)
     while pending:

@@ -11,8 +11,9 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Annotated, Any, get_type_hints
 
 from canon_pretrain.core.errors import UserError, check_choice, nearest, suggestion
+from canon_pretrain.model.mixer_table import RECURRENT, RecurrentMixer, Widths, gated_widths
 
-MIXERS = ("attention", "gla", "mamba2", "gated_deltanet")
+MIXERS = ("attention", *RECURRENT)
 ROTARY = ("rope", "partial_rope_a", "partial_rope_b", "partial_rope_c")
 POSITIONS = ("rope", "nope", "alibi", "h_alibi", *ROTARY[1:])
 CANON_SITES = "ABCDFKOQV"
@@ -79,8 +80,8 @@ class ModelArgs:
     """Heads of k and v (grouped-query attention); 0: as many as num_heads."""
 
     # What mixes tokens: attention, or a recurrence of states (H heads, K key width, V value width)
-    # without positions. GLA and GatedDeltaNet: H K = expand_k D, H V = expand_v D. Mamba2: K =
-    # state_dim, H V = 2 D. The native conv1d has SiLU and canon_kernel taps; Canon-B replaces it.
+    # without positions, a row of model/mixer_table.py. The native conv1d has SiLU and canon_kernel
+    # taps; Canon-B replaces it.
     mixer: str = "attention"
     """attention, gla, mamba2 or gated_deltanet, with the paper's heads, layers and widths; or
     FILE.py:Name, a class of your own (train_configs/mixers/README.md)."""
@@ -268,35 +269,39 @@ class ModelArgs:
         return self.num_heads * self.head_dim, kv_dim, kv_dim
 
     @property
+    def recurrent(self) -> RecurrentMixer | None:
+        """The row of the mixer, if it is a recurrent one of the product."""
+        return RECURRENT.get(self.mixer)
+
+    @property
+    def _widths(self) -> Widths:
+        """The widths of a recurrent mixer; of others those that expand_k and expand_v set."""
+        return gated_widths(self) if self.recurrent is None else self.recurrent.widths(self)
+
+    @property
     def key_dim(self) -> int:
         """K of a recurrent mixer: the rows of a head's state."""
-        if self.mixer == "mamba2":
-            return self.state_dim
-        return round(self.expand_k * self.dim) // self.num_heads
+        return self._widths.key_dim
 
     @property
     def value_dim(self) -> int:
         """V of a recurrent mixer: the columns of a head's state."""
-        if self.mixer == "mamba2":
-            return 2 * self.dim // self.num_heads
-        return round(self.expand_v * self.dim) // self.num_heads
+        return self._widths.value_dim
 
     @property
     def mixer_parts(self) -> tuple[int, ...]:
-        """Channels of Canon-B: of q, k and v, or of all that Mamba2 projects its input to."""
-        if self.mixer == "attention":
-            return self.qkv_dims
-        if self.mixer == "mamba2":  # z, [x|B|C] and dt
-            return 2 * self.dim, 2 * self.dim + 2 * self.state_dim, self.num_heads
-        k_dim = self.num_heads * self.key_dim
-        return k_dim, k_dim, self.num_heads * self.value_dim
+        """Channels of each linear-layer output that Canon-B mixes: q, k and v, or a single one."""
+        return self.qkv_dims if self.mixer == "attention" else self._widths.parts
+
+    @property
+    def has_qkv(self) -> bool:
+        """Whether the mixer makes q, k and v apart: they may have sites Q, K and V."""
+        return len(self.mixer_parts) == 3
 
     @property
     def conv_channels(self) -> int:
-        """Channels of the native conv1d: those of q, k and v, or of Mamba2's x, B and C."""
-        if self.mixer == "mamba2":
-            return self.mixer_parts[1]
-        return sum(self.mixer_parts)
+        """Channels of the native conv1d."""
+        return self._widths.conv_channels
 
     @property
     def reach(self) -> int:
@@ -323,16 +328,15 @@ class ModelArgs:
         channels["D"] = self.ffn_in_dim
         if not self.is_own_mixer:  # whose Canon layers are part of the class
             channels["B"] = sum(self.mixer_parts)
-            channels |= zip("QKV", self.mixer_parts, strict=True)  # of Mamba2, which has no site Q
+            if self.has_qkv:
+                channels |= zip("QKV", self.mixer_parts, strict=True)
         return {site: channels[site] for site in self.canon_set if site in channels}
 
     @property
     def canon_parts(self) -> dict[str, int]:
         """Number of linear-layer outputs that each of this model's Canon sites mixes."""
         parts = dict.fromkeys(CANON_SITES, 1)
-        parts["B"] = 3  # of wq, wk and wv
-        if self.mixer == "mamba2":
-            parts["B"] = 1  # of in_proj
+        parts["B"] = len(self.mixer_parts)
         if self.ffn == "gated":
             parts["D"] = 2  # of w1 and w3
         return {site: parts[site] for site in self.canon_channels}
@@ -393,7 +397,7 @@ def _layer_args(args: ModelArgs, name: str) -> ModelArgs:
     values |= {"pattern": (), "layers": Table()}
 
     # What the model sets for its other layers, and this one has no use for.
-    if values["mixer"] in MIXERS[1:]:
+    if values["mixer"] in RECURRENT:
         values["position"] = overrides.get("position", "nope")
     # `_unused` reads `values` while the loop changes them: once mimetic_init is reset, mimetic_rate
     # has no use either.
@@ -490,22 +494,19 @@ NOT_OF_LAYERS = (
 """Fields that are the same in all layers of a model."""
 LAYER_FIELDS = tuple(f.name for f in fields(ModelArgs) if f.name not in NOT_OF_LAYERS)
 
-_MIXERS_OF = {
-    "qk_norm": ("attention",),
-    "num_kv_heads": ("attention",),
-    "partial_rope_dim": ("attention",),
-    "bias": ("attention",),
-    "window": ("attention",),
-    "mixer_conv": MIXERS[1:],
-    "expand_k": ("gla", "gated_deltanet"),
-    "expand_v": ("gla", "gated_deltanet"),
-    "output_gate_rank": ("gla", "gated_deltanet"),
-    "gla_feature_map": ("gla",),
-    "state_dim": ("mamba2",),
-    "mimetic_init": ("mamba2",),
-    "mimetic_rate": ("mamba2",),
-}
-"""The mixers of which a field is an option."""
+_ATTENTION_FIELDS = ("qk_norm", "num_kv_heads", "partial_rope_dim", "bias", "window")
+
+
+def _mixers_by_option() -> Mapping[str, tuple[str, ...]]:
+    """Return the mixers of which a field is an option, for each field that not all of them have."""
+    mixers: dict[str, tuple[str, ...]] = dict.fromkeys(_ATTENTION_FIELDS, ("attention",))
+    for mixer, row in RECURRENT.items():
+        for name in row.options:
+            mixers[name] = (*mixers.get(name, ()), mixer)
+    return MappingProxyType(mixers)
+
+
+_MIXERS_OF = _mixers_by_option()
 _MOE_FIELDS = (
     "num_experts",
     "experts_per_token",
@@ -622,15 +623,12 @@ def _check_pattern(args: ModelArgs) -> None:
 
 
 def _check_divisible(args: ModelArgs) -> None:
-    match args.mixer:
-        case "attention":
-            _divide("dim", args.dim, "num_heads", args.num_heads)
-            _divide("num_heads", args.num_heads, "num_kv_heads", args.kv_heads)
-        case "mamba2":
-            _divide("2 dim", 2 * args.dim, "num_heads", args.num_heads)
-        case "gla" | "gated_deltanet":
-            _divide("expand_k dim", args.expand_k * args.dim, "num_heads", args.num_heads)
-            _divide("expand_v dim", args.expand_v * args.dim, "num_heads", args.num_heads)
+    if args.mixer == "attention":
+        _divide("dim", args.dim, "num_heads", args.num_heads)
+        _divide("num_heads", args.num_heads, "num_kv_heads", args.kv_heads)
+    elif args.recurrent is not None:
+        for name, number in args.recurrent.per_head(args).items():
+            _divide(name, number, "num_heads", args.num_heads)
 
 
 def _divide(name: str, number: float, divisor_name: str, divisor: int) -> None:
@@ -686,7 +684,7 @@ def _divide_for_position(args: ModelArgs, name: str, divisor: int) -> None:
 
 
 def _check_mixer(args: ModelArgs) -> None:
-    if args.mixer in MIXERS[1:] and args.position != "nope":
+    if args.recurrent is not None and args.position != "nope":
         raise _conflict(
             "position",
             f'mixer = "{args.mixer}" has no positions: set position = "nope", not '
@@ -740,11 +738,11 @@ def _check_canon(args: ModelArgs) -> None:
             f'canon_set = "{args.canon_set}": B mixes all of q, k and v, of which Q, K and V are '
             "the parts: choose B or some of Q, K and V",
         )
-    if args.mixer == "mamba2" and {*"QKV"} & sites:
+    if not args.has_qkv and {*"QKV"} & sites:
         raise _conflict(
             "canon_set",
-            f'canon_set = "{args.canon_set}": mixer = "mamba2" projects its input at once, without '
-            "q, k and v: choose B",
+            f'canon_set = "{args.canon_set}": mixer = "{args.mixer}" projects its input at once, '
+            "without q, k and v: choose B",
         )
 
     # Options that contradict the filter or the scale. Dynamic taps are trained by definition: a
@@ -828,12 +826,6 @@ def flavor(name: str) -> ModelArgs:
     return FLAVORS[name]
 
 
-# what the paper changes for a mixer, and F / D for a feed-forward
-_MIXER_SIZES: dict[str, dict[str, Any]] = {
-    "gla": {"num_heads": 4},
-    "mamba2": {"num_heads": 16, "ffn": "none"},
-    "gated_deltanet": {"num_heads": 12, "expand_k": 0.75, "expand_v": 1.5},
-}
 FILLED_SIZES = (
     "mixer",
     "position",
@@ -845,9 +837,8 @@ FILLED_SIZES = (
     "ffn_dim",
 )
 """Fields of a layer that `fill_model` fills in, or that decide how it does."""
+# F / D
 _FFN_EXPANSION = {"standard": 4, "moe": 1}
-# of 6 D^2 parameters, which a gated feed-forward of F = 2 D makes up to 12 D^2
-_SMALL_MIXERS = ("mamba2", "gated_deltanet")
 
 
 def fill_sizes(base: ModelArgs, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -859,6 +850,8 @@ def fill_sizes(base: ModelArgs, overrides: Mapping[str, Any]) -> dict[str, Any]:
     # The mixer: its heads and widths, without positions.
     sizes = dict(overrides)
     mixer = sizes.get("mixer", base.mixer)
+    # None: attention, or the user's own; ModelArgs refuses an unknown mixer
+    row = RECURRENT.get(mixer)
     is_new_mixer = mixer != base.mixer
     if is_new_mixer:
         canon_set = str(sizes.get("canon_set", base.canon_set)).upper()
@@ -866,10 +859,11 @@ def fill_sizes(base: ModelArgs, overrides: Mapping[str, Any]) -> dict[str, Any]:
         defaults = {
             "position": "nope",
             "num_heads": base.num_heads,
-            "mixer_conv": mixer in _SMALL_MIXERS and not has_canon_inside,
+            "mixer_conv": row is not None and row.has_conv and not has_canon_inside,
         }
-        # ModelArgs refuses an unknown mixer
-        sizes = defaults | _MIXER_SIZES.get(mixer, {}) | sizes
+        if row is not None:
+            defaults |= row.sizes
+        sizes = defaults | sizes
 
     # The feed-forward's F / D; without it twice the layers.
     ffn = sizes.get("ffn", base.ffn)
@@ -878,8 +872,8 @@ def fill_sizes(base: ModelArgs, overrides: Mapping[str, Any]) -> dict[str, Any]:
         expansion = _FFN_EXPANSION.get(ffn)
         if ffn == "none":
             sizes.setdefault("num_layers", 2 * base.num_layers)
-    if is_new_mixer and mixer in _SMALL_MIXERS and ffn == "gated":
-        expansion = 2
+    if is_new_mixer and row is not None and ffn == "gated":
+        expansion = row.gated_ffn_expansion or expansion
     if expansion is not None:
         sizes.setdefault("ffn_dim", expansion * sizes.get("dim", base.dim))
     return sizes

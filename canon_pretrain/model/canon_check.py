@@ -20,7 +20,8 @@ from canon_pretrain.model.attend import Attend
 from canon_pretrain.model.attention import Attention, Rope
 from canon_pretrain.model.cache import Context, document_numbers, window_segments
 from canon_pretrain.model.canon import Canon, CanonGate, add_norm_canon, per_reader
-from canon_pretrain.model.transformer import RECURRENT_MIXERS, AnyMixer, make_norm
+from canon_pretrain.model.mixers import mixer_class
+from canon_pretrain.model.transformer import make_norm
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-4, torch.float16: 2**-7}
 """Several roundings: unfused backends round between norm, Canon and activation."""
@@ -50,19 +51,15 @@ def training_cases(args: ModelArgs) -> list[Case]:
     is_gated = args.ffn == "gated"
     cases = []
     if "A" in args.canon_set:
-        mixer: type[AnyMixer] = RECURRENT_MIXERS.get(args.mixer, Attention)
-        readers = 1 if args.is_own_mixer else mixer.readers
+        mixer = Attention if args.mixer == "attention" else mixer_class(args.mixer)
+        readers = mixer.readers
         cases.append(norm_case("norm + A", args, "A", readers=readers))
     if "C" in args.canon_set:
         cases.append(norm_case("norm + C", args, "C", readers=2 if is_gated else 1))
     if "B" in args.canon_set and args.mixer == "attention":
         cases.append(heads_case(args))
     elif "B" in args.canon_channels:
-        # A recurrence mixes q, k and v, which are parts; Mamba2 all of its projection at once.
-        widths = args.mixer_parts
-        if args.mixer == "mamba2":
-            widths = (sum(widths),)
-        cases.append(canon_case("B", "B", widths, args))
+        cases.append(canon_case("B", "B", args.mixer_parts, args))
     # Alone: q, k or v, and the outputs of mixer and feed-forward.
     for site in "QKVOF":
         if site in args.canon_channels:

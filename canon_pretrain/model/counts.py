@@ -1,6 +1,7 @@
 """Parameters, FLOPs and bytes of state of a model, in closed form and without torch.
 
-Of a mixer of the user's own, they are counted by running it. Functions of `layer` take the
+Of a recurrent mixer, the closed forms are in mixer_table.py; of a mixer of the user's own, they are
+counted by running it. Functions of `layer` take the
 arguments of one layer (`ModelArgs.layer_args`).
 
 Letters: L layers, D hidden, H heads, K key width and V value width of a head, F ffn dim, E experts,
@@ -10,12 +11,11 @@ V D the size of the embedding.
 from typing import TYPE_CHECKING, NamedTuple
 
 from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.mixer_table import RecurrentMixer
 
 if TYPE_CHECKING:
     from canon_pretrain.model.mixers import Measures
 
-DECAY_RANK = 16
-"""Rank of GLA's gate of the decay."""
 DYNAMIC_RANK = 15
 """Rank of what a dynamic Canon filter adds to its taps."""
 STATE_BYTES = 4  # recurrent states and Canon's sums are float32
@@ -56,13 +56,7 @@ def routed_parameters(args: ModelArgs) -> int:
 def layer_parameters(args: ModelArgs) -> int:
     """Return the parameters of one block."""
     # The mixer, and the norm before it
-    mixer_parameters = {
-        "attention": _attention_parameters,
-        "mamba2": _mamba2_parameters,
-        "gla": _gated_recurrence_parameters,
-        "gated_deltanet": _gated_recurrence_parameters,
-    }.get(args.mixer, _own_parameters)
-    number = mixer_parameters(args) + _norm_parameters(args)
+    number = _mixer_parameters(args) + _norm_parameters(args)
 
     number += _canon_parameters(args)
 
@@ -105,6 +99,14 @@ def _expert_parameters(args: ModelArgs) -> int:
     return num_matrices * args.dim * args.ffn_dim
 
 
+def _mixer_parameters(args: ModelArgs) -> int:
+    if args.mixer == "attention":
+        return _attention_parameters(args)
+    if args.recurrent is not None:
+        return args.recurrent.num_parameters(args)
+    return _measures(args).num_parameters
+
+
 def _attention_parameters(args: ModelArgs) -> int:
     q_dim, k_dim, v_dim = args.qkv_dims
     number = args.dim * (2 * q_dim + k_dim + v_dim)  # wo is as large as wq
@@ -115,39 +117,6 @@ def _attention_parameters(args: ModelArgs) -> int:
     if args.bias:
         number += q_dim + k_dim + v_dim + args.dim
     return number
-
-
-def _mamba2_parameters(args: ModelArgs) -> int:
-    inner_dim = args.num_heads * args.value_dim
-    projections = args.dim * (sum(args.mixer_parts) + inner_dim)
-    number = projections + 3 * args.num_heads + inner_dim  # dt_bias, A_log and D; the norm
-    if args.mixer_conv:
-        number += args.conv_channels * (args.canon_kernel + 1)  # taps and bias
-    return number
-
-
-def _gated_recurrence_parameters(args: ModelArgs) -> int:
-    dim = args.dim
-    k_dim, _, v_dim = args.mixer_parts
-    number = dim * (2 * k_dim + 2 * v_dim) + args.value_dim  # wq, wk, wv, wo; the norm
-
-    # The output gate
-    rank = args.output_gate_rank
-    if rank:
-        number += rank * (dim + v_dim) + v_dim  # down and up, with its bias
-    else:
-        number += dim * v_dim
-    if args.mixer_conv:
-        number += args.conv_channels * args.canon_kernel
-
-    # The decay: GLA's from a low-rank product with a bias, GatedDeltaNet's and its step per head
-    if args.mixer == "gla":
-        return number + DECAY_RANK * (dim + k_dim) + k_dim
-    return number + 2 * dim * args.num_heads + 2 * args.num_heads  # wa, wb; A_log, dt_bias
-
-
-def _own_parameters(args: ModelArgs) -> int:
-    return _measures(args).num_parameters
 
 
 def _measures(layer: ModelArgs) -> "Measures":
@@ -180,7 +149,8 @@ def _mixing_flops(layer: ModelArgs, seq_len: int) -> int:
         num_keys = min(seq_len, layer.window or seq_len)
         # q k^T and the sum of values are 2 FLOPs each per key and dim, 3 times with backward
         return 12 * layer.num_heads * layer.head_dim * num_keys
-    return _flops_per_state_element(layer) * state_size(layer)
+    assert layer.recurrent is not None
+    return _flops_per_state_element(layer.recurrent) * state_size(layer)
 
 
 def flops_formula(args: ModelArgs) -> str:
@@ -193,13 +163,13 @@ def flops_formula(args: ModelArgs) -> str:
         return "PaLM's formula with a window of W tokens, 6(N - embeddings) + 12LHKW"
     if args.mixer == "attention":
         return "PaLM's formula, 6(N - embeddings) + 12LHKT, causality not halved"
-    factor = _flops_per_state_element(args)
+    assert args.recurrent is not None
+    factor = _flops_per_state_element(args.recurrent)
     return f"6(N - embeddings) + {factor}LHKV, a recurrence of states; chunks do more"
 
 
-def _flops_per_state_element(args: ModelArgs) -> int:
-    # products with the state times 2 FLOPs, times 3 with backward: 2 products, 3 for the delta rule
-    return 18 if args.mixer == "gated_deltanet" else 12
+def _flops_per_state_element(mixer: RecurrentMixer) -> int:
+    return 6 * mixer.state_products  # 2 FLOPs each, times 3 with backward
 
 
 def state_size(args: ModelArgs) -> int:

@@ -7,6 +7,8 @@ Shapes: B batch, T tokens, D hidden, I = 2 D inner, H heads, P = I / H head dim,
 N = T + the reach of the convolutions.
 """
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,24 +18,29 @@ from canon_pretrain.kernels.compiled import sum_dtype
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.cache import NO_CONTEXT, Context, run_recurrence
 from canon_pretrain.model.canon import ShortConv, Stream, make_canon, per_reader
+from canon_pretrain.model.initial_value import InitialValue
+from canon_pretrain.model.mixers import Mixer
+
+MIMETIC_STEP = 0.54  # softplus(0.54) = 1
 
 
-class Mamba2(nn.Module):
+class Mamba2(Mixer):
     """[z|x|B|C|dt] = in_proj -> conv1d and SiLU on x, B and C -> recurrence -> gated norm -> out.
 
     Canon-B is on all of [z|x|B|C|dt]. Without conv1d there is no SiLU either.
     """
 
-    readers = 1
+    # transformers' own
+    init = {"D": ("constant", 1.0), "A_log": ("log_count", 0.0), "dt_bias": ("step", 0.0)}
 
     def __init__(
         self, args: ModelArgs, canon_backend: str = "auto", mixer_backend: str = "auto"
     ) -> None:
         super().__init__()
-        self.recurrence = recurrence("mamba2", mixer_backend)
+        self.recurrence = recurrence(args.mixer, mixer_backend)
         self.head_dim = args.value_dim
-        self.widths = args.mixer_parts  # of z, [x|B|C] and dt
-        inner_dim = self.widths[0]
+        inner_dim = args.num_heads * args.value_dim
+        self.widths = (inner_dim, args.conv_channels, args.num_heads)  # of z, [x|B|C] and dt
         self.ssm_widths = (inner_dim, args.state_dim, args.state_dim)  # of x, B and C
 
         self.in_proj = nn.Linear(args.dim, sum(self.widths), bias=False)
@@ -71,3 +78,41 @@ class Mamba2(nn.Module):
         # The gated norm.
         gated_BTI = y_BTHP.flatten(-2).to(dtype) * F.silu(z_BTI.to(dtype))
         return self.out_proj(self.norm(gated_BTI.to(x_BTD.dtype)))
+
+    @classmethod
+    def initial_value(cls, args: ModelArgs, name: str, usual: InitialValue) -> InitialValue:
+        """Return the values of `init`, and of conv1d PyTorch's default; or the mimetic ones."""
+        if args.mimetic_init:
+            return _mimetic_value(args, name, super().initial_value(args, name, usual))
+        if name.startswith("conv1d."):
+            return replace(usual, kind="uniform", scale=args.canon_bound)
+        return super().initial_value(args, name, usual)
+
+
+def _mimetic_value(args: ModelArgs, name: str, usual: InitialValue) -> InitialValue:
+    """Return the mimetic value of the parameters that have one (Trockman et al., arXiv 2410.11135).
+
+    With them the recurrence begins as linear attention: decay and step about 1, W_C^T W_B about I
+    (both the same rows, of variance 1/S), a convolution that changes nothing. The paper's c is
+    read as A = -exp(-c).
+    """
+    if name == "A_log":
+        return replace(usual, kind="constant", scale=-args.mimetic_rate)
+    if name == "dt_bias":
+        return replace(usual, kind="constant", scale=MIMETIC_STEP)
+    if name == "conv1d.weight":
+        return replace(usual, kind="last_tap", scale=0.0)
+    if name == "conv1d.bias":
+        return replace(usual, kind="constant", scale=0.0)
+    if name != "in_proj.weight":
+        return usual
+
+    def part(suffix: str, num_rows: int) -> InitialValue:
+        part_shape = torch.Size((num_rows, args.dim))
+        return replace(usual, name=f"{usual.name}/{suffix}", shape=part_shape)
+
+    # The rows of in_proj are those of z and x, B, C and dt. `bc` twice: values follow from the
+    # name, so the rows of B and C are equal.
+    bc = replace(part("bc", args.state_dim), kind="normal", scale=args.state_dim**-0.5)
+    parts = (part("zx", 4 * args.dim), bc, bc, part("dt", args.num_heads))
+    return replace(usual, kind="parts", scale=0.0, parts=parts)

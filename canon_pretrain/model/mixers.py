@@ -1,4 +1,7 @@
-"""A mixer of the user's own: a class in a file, FILE.py:Name (train_configs/mixers/README.md).
+"""The contract of a mixer other than attention, and the classes that keep it.
+
+A class is the product's, a row of mixer_table.py, or the user's own: FILE.py:Name
+(train_configs/mixers/README.md).
 
 Shapes: B batch, T tokens, D hidden.
 """
@@ -17,11 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.cache import NO_CONTEXT, Context, LayerCache
+from canon_pretrain.model.initial_value import InitialValue
 from canon_pretrain.model.mixer_files import MixerFile, mixer_file
+from canon_pretrain.model.mixer_table import RECURRENT
 
+KINDS = ("constant", "normal", "uniform", "log_uniform", "log_count", "step")
+"""Of the values in `Mixer.init`."""
 # three equally spaced lengths in tokens, which determine a quadratic
 COUNTED_LENGTHS = (256, 512, 768)
 # read into an empty cache; the size per row and per token is the same for any number
@@ -32,14 +39,15 @@ class Mixer(nn.Module):
     """What a layer computes from the tokens up to each one: x_BTD -> what is added to h, [B, T, D].
 
     A subclass has a constructor of ModelArgs and `forward`. Everything else is derived: parameters,
-    FLOPs and the size of the state are counted (`measure`).
+    FLOPs and the size of the state are counted (`measure`). Those of a class of the product are in
+    its row, and its constructor also takes the backends of Canon and of its recurrence.
     """
 
     reads_mask: bool = False
     """Whether `forward` needs `context.mask`, the tokens that each token sees: for attention.
     None there means causal attention."""
     init: Mapping[str, tuple[str, float]] = {}
-    """Initial value of a parameter by its name: (kind, scale) of model/init.py, such as
+    """Initial value of a parameter by its name: (kind, scale) of InitialValue, such as
     ("uniform", 0.1). Others: matrices as the model's, norm gains 1, biases 0."""
 
     readers = 1
@@ -52,6 +60,19 @@ class Mixer(nn.Module):
         where a document starts (`starts`), before which nothing may be seen.
         """
         raise NotImplementedError
+
+    @classmethod
+    def initial_value(cls, args: ModelArgs, name: str, usual: InitialValue) -> InitialValue:
+        """Return the initial value of the parameter `name` of the class: by default that of `init`.
+
+        Override it where a value depends on `args`. `usual` is that of other modules: of a matrix
+        the model's, of a norm's gain 1, of a bias 0, else of the kind UNKNOWN.
+        """
+        if name not in cls.init:
+            return usual
+        kind, scale = cls.init[name]
+        check_choice(f'{args.mixer}: init["{name}"]', kind, KINDS)
+        return replace(usual, kind=kind, scale=scale)
 
 
 def fresh_class(mixer: str) -> type[Mixer]:
@@ -67,7 +88,15 @@ def fresh_class(mixer: str) -> type[Mixer]:
 
 
 def mixer_class(mixer: str) -> type[Mixer]:
-    """Return the class of FILE.py:Name. Raises UserError if there is none."""
+    """Return the class of a row of mixer_table.py, or of FILE.py:Name.
+
+    Raises UserError if the user's file has none.
+    """
+    if row := RECURRENT.get(mixer):
+        # the name of this package differs in an export
+        module = importlib.import_module(f"{__package__}.{row.module}")
+        return getattr(module, row.class_name)
+
     file = mixer_file(mixer)
     return _load(file, mixer, file.sha256)
 

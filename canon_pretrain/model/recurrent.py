@@ -1,12 +1,10 @@
-"""Gated linear attention and the gated delta rule as mixers (paper, sections 3 and 9, appendix C).
+"""What GLA and GatedDeltaNet share (paper, sections 3 and 9, appendix C).
 
-They are flash-linear-attention's layers `GatedLinearAttention` and `GatedDeltaNet`; the arithmetic
-of tokens is in kernels/gla.py and kernels/delta.py.
+They are flash-linear-attention's layers `GatedLinearAttention` and `GatedDeltaNet`.
 
-Shapes: B batch, T tokens, D hidden, H heads, K key width, V value width, N = T + Canon's reach.
+Shapes: B batch, T tokens, D hidden, H heads, K key width, V value width.
 """
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -22,11 +20,7 @@ from canon_pretrain.model.canon import (
     make_canon,
     per_reader,
 )
-from canon_pretrain.model.counts import DECAY_RANK
-
-DECAY_NORMALIZER = 16
-L2_NORM_EPS = 1e-6
-"""Of q and k in the delta rule, as in flash-linear-attention."""
+from canon_pretrain.model.mixers import Mixer
 
 
 class LowRank(nn.Module):
@@ -41,10 +35,9 @@ class LowRank(nn.Module):
         return self.up(self.down(x))
 
 
-class GatedRecurrence(nn.Module):
+class GatedRecurrence(Mixer):
     """q, k, v -> conv1d or Canon-B -> heads -> recurrence -> RMSNorm times silu(gate) -> wo."""
 
-    readers: int
     options: dict[str, float] = {}
     """Options of the recurrence."""
 
@@ -107,68 +100,6 @@ class GatedRecurrence(nn.Module):
         `x_decays`: the input x_BTD, for each linear layer that makes decays and step sizes.
         """
         raise NotImplementedError
-
-
-class GLA(GatedRecurrence):
-    """Gated linear attention (Yang et al., arXiv 2312.06635): S = exp(log decay) S + k^T v.
-
-    A token's log decay, for each of the K rows of a head, is logsigmoid(gk x) / 16.
-    """
-
-    readers = 5
-
-    def __init__(self, args: ModelArgs, *backends: str) -> None:
-        super().__init__(args, *backends)
-        self.gk = LowRank(args.dim, DECAY_RANK, args.mixer_parts[0])
-        self.elu = args.gla_feature_map == "elu"
-        self.options = {"scale": args.key_dim**-0.5}
-
-    def inputs(
-        self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, x_decays: list[Tensor]
-    ) -> Parts:
-        """Return q, k, v and the log decays, [B, T, H, K]; see `GatedRecurrence.inputs`."""
-        if self.elu:
-            q_BTHK = F.elu(q_BTHK) + 1
-            k_BTHK = F.elu(k_BTHK) + 1
-        (x_BTD,) = x_decays
-        log_decay = F.logsigmoid(wide(self.gk(x_BTD))) / DECAY_NORMALIZER
-        return q_BTHK, k_BTHK, v_BTHV, log_decay.view_as(k_BTHK)
-
-
-class GatedDeltaNet(GatedRecurrence):
-    """The gated delta rule (Yang et al., arXiv 2412.06464), with silu of q, k and v.
-
-    A token's log decay is -exp(A_log) softplus(wa x + dt_bias), its step sigmoid(wb x).
-    """
-
-    readers = 6
-
-    def __init__(self, args: ModelArgs, *backends: str) -> None:
-        super().__init__(args, *backends)
-        self.wa = nn.Linear(args.dim, args.num_heads, bias=False)
-        self.wb = nn.Linear(args.dim, args.num_heads, bias=False)
-        self.A_log = nn.Parameter(torch.empty(args.num_heads))
-        self.dt_bias = nn.Parameter(torch.empty(args.num_heads))
-
-    def inputs(
-        self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, x_decays: list[Tensor]
-    ) -> Parts:
-        """Return q, k, v, log decays g and steps beta, [B, T, H]; see `GatedRecurrence.inputs`."""
-        if self.conv1d is None:  # which has its own silu
-            q_BTHK = F.silu(q_BTHK)
-            k_BTHK = F.silu(k_BTHK)
-            v_BTHV = F.silu(v_BTHV)
-        x_a, x_b = x_decays
-        softplus_BTH = F.softplus(wide(self.wa(x_a)) + wide(self.dt_bias))
-        g_BTH = -wide(self.A_log).exp() * softplus_BTH
-        beta_BTH = wide(self.wb(x_b)).sigmoid()
-        return _unit(q_BTHK), _unit(k_BTHK), v_BTHV, g_BTH, beta_BTH
-
-
-def _unit(x_BTHK: Tensor) -> Tensor:
-    """Return x of L2 norm 1 per head, in `sum_dtype`."""
-    x_BTHK = wide(x_BTHK)
-    return x_BTHK * torch.rsqrt(x_BTHK.square().sum(-1, keepdim=True) + L2_NORM_EPS)
 
 
 def wide(x: Tensor) -> Tensor:

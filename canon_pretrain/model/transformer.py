@@ -36,11 +36,10 @@ from canon_pretrain.model.canon import (
     make_canon,
     per_reader,
 )
-from canon_pretrain.model.init import InitialValue, initial_value
-from canon_pretrain.model.mamba2 import Mamba2
+from canon_pretrain.model.init import initial_value
+from canon_pretrain.model.initial_value import InitialValue
 from canon_pretrain.model.mixers import Mixer, mixer_class
 from canon_pretrain.model.moe import MoE, Routed
-from canon_pretrain.model.recurrent import GLA, GatedDeltaNet
 
 Writer = Callable[[nn.Parameter, InitialValue], None]
 HeadLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -198,35 +197,25 @@ def make_feed_forward(args: ModelArgs, canon_backend: str = "auto") -> FeedForwa
     return MoE(args, FeedForward(args, canon_backend, shared_dim) if shared_dim else None)
 
 
-RECURRENT_MIXERS: dict[str, type[GLA | Mamba2 | GatedDeltaNet]] = {
-    "gla": GLA,
-    "mamba2": Mamba2,
-    "gated_deltanet": GatedDeltaNet,
-}
-AnyMixer = Attention | GLA | Mamba2 | GatedDeltaNet | Mixer
-
-
 def make_mixer(
     args: ModelArgs,
     rope: Rope | None,
     attend: Attend | None,
     canon_backend: str = "auto",
     mixer_backend: str = "auto",
-) -> AnyMixer:
+) -> Attention | Mixer:
     """Return the mixer of a layer: mixer(x_BTD, context) is added to the residual stream.
 
-    `readers` linear layers read its x. LayerCache holds its keys and values or its state; counts.py
-    has its parameters and FLOPs, init.py its initial values. Raises UserError for a mixer of the
-    user's own without a Canon layer that `args` have.
+    `readers` linear layers read its x. LayerCache holds its keys and values or its state. Raises
+    UserError for a mixer without a Canon layer that `args` have.
     """
     if args.mixer == "attention":
         assert attend is not None
         return Attention(args, rope, attend, canon_backend)
-    if not args.is_own_mixer:
-        return RECURRENT_MIXERS[args.mixer](args, canon_backend, mixer_backend)
+    backends = () if args.is_own_mixer else (canon_backend, mixer_backend)
+    mixer = mixer_class(args.mixer)(args, *backends)
 
-    # A mixer of the user's own must make the Canon layers inside it itself: check that it has.
-    mixer = mixer_class(args.mixer)(args)
+    # A mixer must make the Canon layers inside it itself: check that it has.
     sites = {module.site for module in mixer.modules() if isinstance(module, Canon)}
     for site in MIXER_SITES:
         if site in args.canon_set and site not in sites:
@@ -247,7 +236,7 @@ def make_attend(args: ModelArgs, backend: str) -> Attend | None:
     """
     if args.mixer == "attention":
         return Attend(args, backend)
-    if args.is_own_mixer and mixer_class(args.mixer).reads_mask:
+    if mixer_class(args.mixer).reads_mask:
         return Attend(args, "sdpa")  # whose masks are tensors, or None for causal attention
     return None
 
@@ -297,7 +286,9 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         check_canon_backend(canon_backend)
-        for kind in args.kinds.values():
+        # layers without a recurrence have no use for the backend, if others have one
+        kinds = args.kinds.values()
+        for kind in [kind for kind in kinds if kind.recurrent is not None] or kinds:
             check_mixer_backend(kind.mixer, kind.key_dim, mixer_backend)
         self.args = args
         self.canon_backend = canon_backend

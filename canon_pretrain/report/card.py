@@ -45,12 +45,7 @@ _POSITIONS = {
     "partial_rope_b": "rotary in a quarter of the heads",
     "partial_rope_c": "rotary in {rope_dim} of the {head_dim} dimensions of each head",
 }
-_MIXERS = {
-    "attention": "causal self-attention, {num_heads} heads of {head_dim}",
-    "gla": "gated linear attention (GLA), {num_heads} heads",
-    "mamba2": "Mamba2, {num_heads} heads",
-    "gated_deltanet": "Gated DeltaNet, {num_heads} heads",
-}
+_ATTENTION = "causal self-attention, {num_heads} heads of {head_dim}"
 _SITES = {
     "A": "before the mixer",
     "B": "inside the mixer",
@@ -162,7 +157,12 @@ def _architecture(args: ModelArgs) -> Iterator[Row]:
         "head_dim": args.head_dim,
         "rope_dim": args.rope_dim,
     }
-    mixer = [_MIXERS[args.mixer].format(**sizes)]
+    label = args.mixer.rpartition("/")[2]  # of the user's own
+    if args.mixer == "attention":
+        label = _ATTENTION.format(**sizes)
+    elif args.recurrent is not None:
+        label = args.recurrent.label.format(**sizes)
+    mixer = [label]
     if args.num_kv_heads:
         mixer.append(f"{args.kv_heads} of keys and values")
     if args.mixer_conv:

@@ -59,9 +59,6 @@ DAY_S = 86_400
 DEFAULT_MFU = 0.4
 MIN_PARAMETERS_FOR_MFU = 50_000_000
 """Below this size kernel launches dominate, and no MFU is assumed."""
-TEMPORARY_BYTES = {"gla": 66, "mamba2": 28, "gated_deltanet": 37}
-"""Per token and channel of the values, in the backward graph of a chunked recurrence: counted by
-the trainer on fake GPUs at 1.3B, 63 to 69, 24 to 31 and 36 to 38."""
 CPU_FRACTION = 0.9
 """Of the bytes that a block keeps uncompiled, what it keeps compiled for a CPU: 0.71 to 0.89 of
 seven models, 1.11 of GLA."""
@@ -186,10 +183,11 @@ def count_memory(
     temporary = 0
     if is_gpu and job.compile.enable:
         for layer in args.kinds.values():
-            # per token, the values of all heads
-            num_channels = layer.num_heads * layer.value_dim
-            token_bytes = TEMPORARY_BYTES.get(layer.mixer, 0) * num_channels
-            temporary = max(temporary, tokens * token_bytes)
+            if layer.recurrent is not None:
+                # per token, the values of all heads
+                num_channels = layer.num_heads * layer.value_dim
+                token_bytes = layer.recurrent.temporary_bytes * num_channels
+                temporary = max(temporary, tokens * token_bytes)
 
     # The three moments that may be the peak; earlier micro-batches have left gradients.
     accumulates = training.global_batch_size > micro_batch * world_size

@@ -38,7 +38,7 @@ from canon_pretrain.kernels.backends import (
     resolve_backend,
 )
 from canon_pretrain.model.args import ModelArgs
-from canon_pretrain.model.init import InitialValue
+from canon_pretrain.model.initial_value import InitialValue
 from canon_pretrain.model.moe import GroupedExperts
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.titan.job_config import CanonJobConfig
@@ -47,9 +47,6 @@ DEVICE_TYPES = ("cuda",)
 """Where `auto` tries triton, and optional backends are checked."""
 PACKAGES = ("triton", "fla-core", "causal-conv1d")
 
-
-CHUNKED_SLOWDOWN = {"gla": 1.8, "mamba2": 1.5, "gated_deltanet": 2.0}
-"""Time of a step by the chunked form over that by fla, computed for the 1.3B models on an H100."""
 
 T = TypeVar("T")
 
@@ -128,7 +125,7 @@ def choose_mixer(job: CanonJobConfig, device: torch.device) -> BackendChoice | N
     Raises UserError if fla is requested and fails its check.
     """
     layers = job.model_args.kinds.values()
-    recurrent = [layer for layer in layers if layer.mixer in CHUNKED_SLOWDOWN]
+    recurrent = [layer for layer in layers if layer.recurrent is not None]
     if not recurrent:
         return None
     requested = job.model.mixer_backend
@@ -179,7 +176,9 @@ def choose_mixer(job: CanonJobConfig, device: torch.device) -> BackendChoice | N
 
 def chunked_slowdown(args: ModelArgs) -> float:
     """Return the time of a step by the chunked form over that by fla, a mean over the layers."""
-    slowdowns = [CHUNKED_SLOWDOWN.get(layer.mixer, 1.0) for layer in args.layer_args]
+    slowdowns = []
+    for layer in args.layer_args:
+        slowdowns.append(1.0 if layer.recurrent is None else layer.recurrent.chunked_slowdown)
     return sum(slowdowns) / len(slowdowns)
 
 

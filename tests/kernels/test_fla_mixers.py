@@ -6,6 +6,7 @@ import importlib.metadata
 import inspect
 import itertools
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -18,7 +19,7 @@ from canon_pretrain.kernels.fla_mixers import FORMS, MIXERS, check_mixer
 from canon_pretrain.kernels.recurrences import CHUNKED
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.cache import Context
-from canon_pretrain.model.transformer import TransformerBlock
+from canon_pretrain.model.transformer import Transformer, TransformerBlock
 from tests.canon_inputs import randoms
 from tests.support import refused
 
@@ -273,6 +274,21 @@ def test_mixers_that_the_package_cannot_run_are_refused(on_gpu):
     assert "attention" in refusal("attention")
     with refused("config.unknown_choice", name="mixer_backend"):
         check_mixer_backend("gla", K, "flash")
+
+
+def test_layers_of_attention_do_not_refuse_it_for_the_others(on_gpu):
+    args = ModelArgs(
+        vocab_size=40,
+        num_layers=2,
+        dim=32,
+        num_heads=2,
+        ffn_dim=48,
+        pattern=("gated_deltanet", "attention"),
+    )
+    with torch.device("meta"):
+        Transformer(args, mixer_backend="fla")
+        with refused("mixer.unavailable", backend="fla"):
+            Transformer(replace(args, pattern=()), mixer_backend="fla")
 
 
 def test_why_it_is_unavailable(fakes, on_gpu, monkeypatch):

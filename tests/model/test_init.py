@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from canon_pretrain.model.args import MIXERS, ModelArgs, flavor
-from canon_pretrain.model.init import InitialValue, initial_value, plain_name
+from canon_pretrain.model.init import initial_value, plain_name
+from canon_pretrain.model.initial_value import InitialValue
 from canon_pretrain.model.transformer import Transformer
 
 ARGS = ModelArgs()

@@ -3,6 +3,7 @@
 import io
 import itertools
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from canon_pretrain.report.record import RunRecord
 from canon_pretrain.run.log import Event
 from canon_pretrain.run.results import Score
 from tests.report_runs import ACC, FINGERPRINT, launch, plant_results, plant_run, step
+from tests.support import ROOT
 
 HOSTILE = "a\n```\n\n\n# no title\n    <script>\n| x |\x1b[31m---\n"
 
@@ -173,6 +175,22 @@ def test_a_card_of_a_synthetic_task(tmp_path):
 
     assert "| scores in training | exact 1.0000, first 1.0000 |" in readme(files)
     assert files[PICTURE] != card(task, 10)[PICTURE]
+
+
+@pytest.mark.parametrize(
+    ("mixer", "label"),
+    [
+        ("gla", "gated linear attention (GLA), 4 heads"),
+        ("decaying_average.py:DecayingAverage", "decaying_average.py:DecayingAverage"),
+    ],
+)
+def test_a_card_names_the_mixer(mixer, label, tmp_path):
+    changes = {"model__mixer": mixer, "model__canon_set": "AC"}
+    planted = plant_run(tmp_path / "run", [launch("start"), step(10, 3.0)], **changes)
+    planted.mixers.mkdir()
+    shutil.copy(ROOT / "train_configs/mixers/decaying_average.py", planted.mixers)
+
+    assert f"| mixer | {label} |" in readme(card(planted, 10))
 
 
 def test_a_card_of_a_run_that_diverged(tmp_path):
