@@ -17,6 +17,7 @@ from canon_pretrain.report.record import RunRecord
 from canon_pretrain.run.log import Event
 from canon_pretrain.run.results import Score
 from tests.report_runs import ACC, FINGERPRINT, launch, plant_results, plant_run, step
+from tests.support import ROOT
 
 HOSTILE = "a\n```\n\n\n# no title\n    <script>\n| x |\x1b[31m---\n"
 
@@ -159,6 +160,114 @@ def test_a_card_names_guesses_at_the_chance_of_the_items(tmp_path):
     text = readme(card(run, 10))
 
     assert "guessing: piqa acc (chance 0.500)" in text
+
+
+def architecture_rows(folder, **model):
+    """Return the rows of a card on the architecture of a run with these keys of [model]."""
+    identity = {f"model__{name}": value for name, value in model.items()}
+    run = plant_run(folder, [], **identity)
+    text = readme(card(run, 10))
+    table = text.split("## Architecture")[1].split("##")[0]
+    tokens = MarkdownIt("gfm-like", {"linkify": False}).parse(table)
+    cells = [token.content for token in tokens if token.type == "inline"]
+    cells = cells[cells.index("parameters") :]
+    return dict(zip(cells[::2], cells[1::2], strict=True)), ModelCard(text).data.tags
+
+
+SITES_IN_WORDS = {
+    "Q": "Q on queries",
+    "K": "K on keys",
+    "V": "V on values",
+    "O": "O after the mixer",
+    "F": "F after the feed-forward",
+}
+
+
+@pytest.mark.parametrize("sites", ["FKOQV", "FO", "Q"])
+def test_a_card_names_the_places_of_convolutions(tmp_path, sites):
+    rows, _ = architecture_rows(tmp_path / "run", canon_set=sites)
+    layers, _, places = rows["Canon layers"].partition("; ")
+    assert layers == (
+        f"Canon-{sites}: causal convolutions over 4 tokens, with taps for each channel, "
+        "added to their input"
+    )
+    assert places == ", ".join(SITES_IN_WORDS[site] for site in sites)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"canon_scale": "sqrt"}, "added to their input, the sum divided by the square root of 5"),
+        ({"canon_scale": "sqrt", "canon_filter": "dynamic"}, "the square root of 9"),
+        (
+            {"canon_filter": "scalar", "canon_kernel": 3},
+            "over 3 tokens, with the same taps for all",
+        ),
+        ({"canon_filter": "dynamic"}, "with taps that depend on the token"),
+        (
+            {"canon_filter": "shift", "canon_kernel": 2},
+            "Canon-AC: a learned mix of each channel with the token before (token shift); A before",
+        ),
+        ({"canon_residual": False, "canon_activation": True}, "with SiLU, without their input"),
+        ({"canon_trainable": False}, "fixed at their initial values"),
+    ],
+    ids=str,
+)
+def test_a_card_says_what_a_filter_is(tmp_path, changes, expected):
+    rows, _ = architecture_rows(tmp_path / "run", canon_set="AC", **changes)
+    plain, _ = architecture_rows(tmp_path / "plain", canon_set="AC")
+    assert expected in rows["Canon layers"]
+    assert expected not in plain["Canon layers"]
+
+
+def test_a_card_says_that_embeddings_are_smeared(tmp_path):
+    rows, _ = architecture_rows(tmp_path / "run", smear=True)
+    plain, _ = architecture_rows(tmp_path / "plain")
+    assert "smear" not in plain
+    assert "of the token before" in rows["smear"]
+    assert rows["smear"].endswith("first 12 channels")
+    # a weight for each of these channels, and the scale
+    number, plain_number = (int(x["parameters"].replace(",", "")) for x in (rows, plain))
+    assert number - plain_number == 13
+
+
+def test_a_card_says_how_far_attention_sees(tmp_path):
+    rows, _ = architecture_rows(tmp_path / "run", window=1024)
+    plain, _ = architecture_rows(tmp_path / "plain")
+    assert rows["mixer"] == f"{plain['mixer']}, over a window of the last 1,024 tokens"
+
+
+def test_a_card_has_a_row_for_each_kind_of_layer(tmp_path):
+    """And one for what all kinds have in common, with the order of the layers."""
+    layers = {
+        "fast": {
+            **{"mixer": "gated_deltanet", "num_heads": 4, "expand_k": 0.5, "expand_v": 1.0},
+            **{"canon_set": "AB"},
+        },
+        "near": {"window": 16},
+    }
+    rows, tags = architecture_rows(
+        tmp_path / "run", num_layers=5, pattern=["fast", "fast", "near"], layers=layers
+    )
+    assert rows["order of the layers"] == "fast &gt; fast &gt; near, repeated: 4 fast, 1 near"
+    assert rows["mixer, layers fast"] == "Gated DeltaNet, 4 heads"
+    assert rows["mixer, layers near"].endswith("heads of 32, over a window of the last 16 tokens")
+    assert rows["Canon layers, layers fast"].startswith("Canon-AB: ")
+    assert rows["Canon layers, layers near"].startswith("Canon-ABCD: ")
+    assert rows["positions"] == "none (NoPE)"
+    assert "mixer" not in rows
+    assert tags == ["canon_pretrain", "gated_deltanet", "attention", "nope"]
+
+
+def test_a_card_names_a_mixer_of_the_users_own(tmp_path):
+    """By its class and its file's name, of which hostile ones break no table."""
+    file = tmp_path / "run" / "mixers" / "a|b.py"
+    file.parent.mkdir(parents=True)
+    example = ROOT / "train_configs" / "mixers" / "decaying_average.py"
+    file.write_bytes(example.read_bytes())
+    rows, tags = architecture_rows(tmp_path / "run", mixer="a|b.py:DecayingAverage")
+    assert rows["mixer"] == "a class of its own (a|b.py:DecayingAverage), 4 heads"
+    assert tags == ["canon_pretrain", "DecayingAverage", "nope"]
 
 
 def test_a_card_of_a_synthetic_task(tmp_path):
