@@ -204,11 +204,12 @@ def _attention(cfg: Any, layer: dict[str, Tensor], x: Tensor) -> Tensor:
 def bias_by_loops(cfg: Any, head: int, num_tokens: int) -> Tensor:
     """Return the bias of a head's scores (from 0), [T, T]; -inf if masked.
 
-    With h = 1 .. H, ALiBi: -2^(-8h/H) per token of distance. H-ALiBi: head h of the first half
-    attends to the last h tokens.
+    With h = 1 .. H, ALiBi: -2^(-8h/H) per token of distance. H-ALiBi: head h of the first half, or
+    of h_alibi_heads, attends to the last h tokens.
     """
     h = head + 1
-    window = h if cfg.position == "h_alibi" and h <= cfg.num_heads // 2 else num_tokens
+    last_with_window = cfg.h_alibi_heads if cfg.h_alibi_heads > 0 else cfg.num_heads // 2
+    window = h if cfg.position == "h_alibi" and h <= last_with_window else num_tokens
     window = min(window, cfg.window or window)
     slope = 2.0 ** (-8 * h / cfg.num_heads) if cfg.position == "alibi" else 0.0
     rows = [[-math.inf] * num_tokens for _ in range(num_tokens)]

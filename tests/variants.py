@@ -44,6 +44,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "layernorm": {"norm": "layernorm"},
     "bias": {"bias": True},
     **{f"qk_{norm}": {"qk_norm": norm} for norm in ("full", "per_head")},
+    **{f"windows{number}": {"h_alibi_heads": number} for number in (1, 3, 4)},
     "half": {"partial_rope_dim": 4},
     "gqa": {"num_kv_heads": 2},
     "tied": {"tie_embeddings": True},
@@ -109,6 +110,7 @@ gdn BD scalar k3, mamba2 AB scalar no_res, rope ABCD shift documents, nope AC sh
 rope FKOV shift gqa cst, gla ABCD shift, mamba2_mlp ABCD shift documents,
 nope smear documents, rope smear gqa tied, nope ABCD smear k3 documents,
 mamba2 smear conv documents,
+h_alibi windows1 ABCD gqa documents, h_alibi windows3 FKOV tied, h_alibi windows4 documents,
 gdn FKOV, gla AKQ documents dynamic, gdn FO conv k3, mamba2 AO conv documents, mamba2_mlp FO tied
 """.strip()
     .replace(",\n", ", ")

@@ -769,6 +769,7 @@ _shtab_canon_train_options=(
   "--model.norm_eps[model.norm_eps]:model.norm_eps:"
   "--model.position[rope, nope, alibi, h_alibi, partial_rope_a, _b or _c]:model.position:(rope nope alibi h_alibi partial_rope_a partial_rope_b partial_rope_c)"
   "--model.partial_rope_dim[model.partial_rope_dim]:model.partial_rope_dim:"
+  "--model.h_alibi_heads[model.h_alibi_heads]:model.h_alibi_heads:"
   "--model.rope_theta[model.rope_theta]:model.rope_theta:"
   "--model.window[model.window]:model.window:"
   "--model.canon_set[any subset of ABCDOF, or of QKV for B\; empty\: no Canon layers]:model.canon_set:"

@@ -139,11 +139,13 @@ class ModelArgs:
     # The partial layouts rotate one quarter of the dimensions (Figure 22): a half of the heads,
     # half of each one's dims; b a quarter of the heads, all dims; c all heads, partial_rope_dim of
     # each one's dims. alibi adds -2^(-8h/H) per token of distance to the scores of head h (1 .. H);
-    # in h_alibi head h of the first half attends to the last h tokens only.
+    # in h_alibi head h of the first half, or h_alibi_heads, attends to the last h tokens only.
     position: Annotated[str, POSITIONS] = "rope"
     """rope, nope, alibi, h_alibi, or partial_rope_a, _b, _c (the paper's Figure 22)."""
     partial_rope_dim: Size = 0
     """Rotated dims per head in partial_rope_c; 0: a quarter."""
+    h_alibi_heads: Size = 0
+    """Heads with a window in h_alibi, the first ones; 0: half of them (the paper's)."""
     rope_theta: Positive = 10000.0
     window: Size = 0
     """Number of last tokens that attention sees, the token itself included; 0: all."""
@@ -212,7 +214,9 @@ class ModelArgs:
             object.__setattr__(self, "num_kv_heads", 0)
         _check(self)
 
-        # only once head_dim is checked
+        # only once the numbers of heads and their dims are checked
+        if 2 * self.h_alibi_heads == self.num_heads:
+            object.__setattr__(self, "h_alibi_heads", 0)
         if 4 * self.partial_rope_dim == self.head_dim:
             object.__setattr__(self, "partial_rope_dim", 0)
 
@@ -356,6 +360,13 @@ class ModelArgs:
     def canon_bound(self) -> float:
         """Canon weights start in U(-bound, bound): PyTorch's Conv1d default, 1/2 at kernel 4."""
         return self.canon_kernel**-0.5
+
+    @property
+    def num_windowed(self) -> int:
+        """Number of heads with a window of their own, the first ones: of H-ALiBi."""
+        if self.position != "h_alibi":
+            return 0
+        return self.h_alibi_heads or self.num_heads // 2
 
     @property
     def rope_share(self) -> int:
@@ -573,6 +584,9 @@ def _unused(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if ffn == "none":
         yield "ffn_activation", 'a feed-forward, but ffn = "none"'
 
+    position = values["position"]
+    if position != "h_alibi":
+        yield "h_alibi_heads", f'position = "h_alibi", not "{position}"'
     if not values["mimetic_init"]:
         yield "mimetic_rate", "mimetic_init = true"
 
@@ -658,9 +672,15 @@ def _check_position(args: ModelArgs) -> None:
                 f"an even number below the head dim, {args.head_dim}, or 0 for a quarter",
             )
 
+    if args.h_alibi_heads > args.num_heads:
+        raise _out_of_range(
+            "h_alibi_heads", args.h_alibi_heads, f"at most num_heads = {args.num_heads}, or 0"
+        )
+
     # half of H-ALiBi's heads have a window; one in `rope_share` heads rotates, of q and of k
     if args.position == "h_alibi":
-        _divide_for_position(args, "num_heads", 2)
+        if not args.h_alibi_heads:
+            _divide_for_position(args, "num_heads", 2)
     elif args.num_kv_heads:  # num_heads is a multiple of it
         _divide_for_position(args, "num_kv_heads", args.rope_share)
     else:

@@ -40,7 +40,7 @@ _POSITIONS = {
     "rope": "rotary (RoPE)",
     "nope": "none (NoPE)",
     "alibi": "ALiBi",
-    "h_alibi": "windows in half of the heads, one length per head (H-ALiBi)",
+    "h_alibi": "windows of 1 to {num_windowed} tokens in the first {num_windowed} heads (H-ALiBi)",
     "partial_rope_a": "rotary in half of the heads and half of their dimensions",
     "partial_rope_b": "rotary in a quarter of the heads",
     "partial_rope_c": "rotary in {rope_dim} of the {head_dim} dimensions of each head",
@@ -225,6 +225,7 @@ def _layer(args: ModelArgs) -> Iterator[Row]:
         "num_heads": args.num_heads,
         "head_dim": args.head_dim,
         "rope_dim": args.rope_dim,
+        "num_windowed": args.num_windowed,
     }
     if args.is_own_mixer:
         name = args.mixer.rpartition("/")[2]

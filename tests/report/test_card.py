@@ -237,6 +237,14 @@ def test_a_card_says_how_far_attention_sees(tmp_path):
     assert rows["mixer"] == f"{plain['mixer']}, over a window of the last 1,024 tokens"
 
 
+@pytest.mark.parametrize(("h_alibi_heads", "number"), [(0, 2), (1, 1), (3, 3)])
+def test_a_card_says_which_heads_have_windows(tmp_path, h_alibi_heads, number):
+    rows, _ = architecture_rows(tmp_path / "run", position="h_alibi", h_alibi_heads=h_alibi_heads)
+    assert rows["positions"] == (
+        f"windows of 1 to {number} tokens in the first {number} heads (H-ALiBi)"
+    )
+
+
 def test_a_card_has_a_row_for_each_kind_of_layer(tmp_path):
     """And one for what all kinds have in common, with the order of the layers."""
     layers = {
