@@ -117,7 +117,19 @@ def _canon_qkv(cfg: Any, layer: dict[str, Tensor], qkv: list[Tensor], x: Tensor)
 def taps(
     layer: dict[str, Tensor], name: str, x_BTD: Tensor, part: int = 0, rows: slice = slice(None)
 ) -> Tensor | None:
-    """Return what x adds to each token's taps [B, T, C, K] (Sieberling et al.), None if static."""
+    """Return what x adds to each token's taps [B, T, C, K], None if static.
+
+    Of low rank (Sieberling et al.), or the same in all channels of a head (Inkling2).
+    """
+    if f"{name}.per_head" in layer:
+        num_channels, _, num_taps = layer[f"{name}.weight"].shape
+        rows_RD = layer[f"{name}.per_head"]
+        channels_per_head = num_channels * num_taps // len(rows_RD)
+        moved = []
+        for channel in range(num_channels):
+            first = channel // channels_per_head * num_taps
+            moved.append(x_BTD @ rows_RD[first : first + num_taps].T)
+        return torch.stack(moved, dim=2)
     if f"{name}.up" not in layer:
         return None
     down = layer[f"{name}.down"][15 * part : 15 * (part + 1)]

@@ -777,7 +777,7 @@ _shtab_canon_train_options=(
   "--model.canon_residual[model.canon_residual]:model.canon_residual:(true false)"
   "--model.canon_activation[model.canon_activation]:model.canon_activation:(true false)"
   "--model.canon_trainable[model.canon_trainable]:model.canon_trainable:(true false)"
-  "--model.canon_filter[model.canon_filter]:model.canon_filter:(static dynamic scalar shift)"
+  "--model.canon_filter[model.canon_filter]:model.canon_filter:(static dynamic dynamic_heads scalar shift)"
   "--model.canon_scale[model.canon_scale]:model.canon_scale:(none sqrt)"
   "--model.qk_norm[none, full or per_head]:model.qk_norm:(none full per_head)"
   "--model.smear[model.smear]:model.smear:(true false)"

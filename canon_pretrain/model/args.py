@@ -160,8 +160,11 @@ class ModelArgs:
     canon_activation: bool = False
     canon_trainable: bool = True
     """false: cst-Canon, which keeps its initial values (the paper's Figure 20)."""
-    canon_filter: Annotated[str, ("static", "dynamic", "scalar", "shift")] = "static"
-    """static; dynamic: taps that depend on the token (arXiv 2606.03825); scalar: the same taps for
+    canon_filter: Annotated[str, ("static", "dynamic", "dynamic_heads", "scalar", "shift")] = (
+        "static"
+    )
+    """static; dynamic: taps that depend on the token (arXiv 2606.03825); dynamic_heads: at Q, K and
+    V, by the same amount in all channels of a head (Inkling2's); scalar: the same taps for
     all channels, at first 1, .4, .2, .1 (the paper's footnote 10); shift: a learned mix with the
     token before (RWKV's token shift; needs canon_kernel = 2)."""
     canon_scale: Annotated[str, ("none", "sqrt")] = "none"
@@ -346,14 +349,23 @@ class ModelArgs:
         """Channels of an embedding that its smear gate depends on; 0 without one."""
         return min(SMEAR_DIM, self.dim) if self.smear else 0
 
-    @property
-    def canon_factor(self) -> float:
-        """What Canon's sum of convolution and residual is multiplied by."""
+    def is_dynamic_at(self, site: str) -> bool:
+        """Return whether the taps of Canon at `site` depend on the token."""
+        if self.canon_filter == "dynamic_heads":
+            return site in "QKV"
+        return self.canon_filter == "dynamic"
+
+    def canon_heads_at(self, site: str) -> int:
+        """Return the number of heads of q, k or v, for the filters of `dynamic_heads`."""
+        return self.num_heads if site == "Q" else self.kv_heads
+
+    def canon_factor_at(self, site: str) -> float:
+        """Return what Canon's sum of convolution and residual is multiplied by."""
         if self.canon_scale == "none":
             return 1.0
         # 1 over the root of the number of terms, which are the taps and the residual. A dynamic
         # filter has the static taps and as many of the token's own.
-        taps_per_token = 2 if self.canon_filter == "dynamic" else 1  # those of the token itself
+        taps_per_token = 2 if self.is_dynamic_at(site) else 1
         return (taps_per_token * self.canon_kernel + 1) ** -0.5
 
     @property
@@ -769,8 +781,15 @@ def _check_canon(args: ModelArgs) -> None:
 
     # Options that contradict the filter or the scale. Dynamic taps are trained by definition: a
     # constant filter has none.
-    if args.canon_filter == "dynamic":
+    if args.canon_filter in ("dynamic", "dynamic_heads"):
         _refuse(args, "canon_trainable", 'canon_filter = "static"')
+    has_heads = {*"QKV"} & sites and not args.is_own_mixer
+    if args.canon_filter == "dynamic_heads" and not has_heads:
+        raise _conflict(
+            "canon_filter",
+            'canon_filter = "dynamic_heads" is of the heads of q, k and v: set a canon_set with '
+            f'some of Q, K and V, not "{args.canon_set}", and a mixer that is no FILE.py:Name',
+        )
 
     # The factor is folded into static taps with the residual's 1, before which no activation fits.
     if args.canon_scale == "sqrt":

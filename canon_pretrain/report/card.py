@@ -54,6 +54,8 @@ _MIXERS = {
 _FILTERS = {
     "static": "causal convolutions over {taps} tokens, with taps for each channel",
     "dynamic": "causal convolutions over {taps} tokens, with taps that depend on the token",
+    "dynamic_heads": "causal convolutions over {taps} tokens, with taps that depend on the token "
+    "and the head at Q, K and V",
     "scalar": "causal convolutions over {taps} tokens, with the same taps for all channels",
     "shift": "a learned mix of each channel with the token before (token shift)",
 }
@@ -266,7 +268,9 @@ def _canon(args: ModelArgs) -> str:
     if args.canon_filter != "shift":  # which has its input by definition
         properties.append("added to their input" if args.canon_residual else "without their input")
     if args.canon_scale == "sqrt":
-        num_terms = round(args.canon_factor**-2)
+        # dynamic sites have more terms
+        factors = dict.fromkeys(args.canon_factor_at(site) for site in args.canon_set)
+        num_terms = " or ".join(str(round(factor**-2)) for factor in factors)
         properties.append(f"the sum divided by the square root of {num_terms}")
     if not args.canon_trainable:
         properties.append("fixed at their initial values")

@@ -238,7 +238,7 @@ def trace_block(
         )
         segments_BN = None
         if args.document_mask and args.reach:
-            num_near = args.canon_kernel - 1 + args.max_seq_len
+            num_near = args.reach + args.max_seq_len
             segments_BN = torch.empty(micro_batch, num_near, dtype=torch.int32, device=device)
 
         # Forward, then backward, which compiles the second graph.

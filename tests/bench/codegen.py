@@ -41,8 +41,14 @@ PAGE = RECORD.with_name("CODEGEN.md")
 MICRO_BATCH = 6
 NUM_TOKENS = 4096
 BACKENDS = ("compiled", "triton")
-SETS = ("A", "B", "C", "D", "AC", "ABCD")
 DEFAULT_SETS = ("AC", "ABCD")
+SETS = {
+    "nope": ("A", "B", "C", "D", "AC", "ABCD", "FKOV", "ABCDFO"),
+    "rope": (*DEFAULT_SETS, "FKOV"),
+    "rope_documents": (*DEFAULT_SETS, "FKOV"),
+    "released_1b": (*DEFAULT_SETS, "FKOV"),
+}
+"""The Canon sets of a model, if not DEFAULT_SETS."""
 NOPE = {"position": "nope"}
 STANDARD = {"ffn": "standard"}
 MODELS: dict[str, dict[str, Any]] = {
@@ -115,7 +121,7 @@ def cases(models: Iterable[str], sets: Sequence[str] | None) -> Iterator[Case]:
     for model in models:
         check_choice("--models", model, MODELS)
         yield Case(model, "", "compiled")
-        for canon_set in normalize_canon_sets(sets or (SETS if model == "nope" else DEFAULT_SETS)):
+        for canon_set in normalize_canon_sets(sets or SETS.get(model, DEFAULT_SETS)):
             yield from (Case(model, canon_set, backend) for backend in BACKENDS)
 
 

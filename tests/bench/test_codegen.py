@@ -19,7 +19,7 @@ SOME_MODELS = ("nope", "released_1b")
 OTHER_MODELS = ("rope_documents", "rope_standard_gelu")
 
 
-def _count(folder, models):
+def _count(folder, models, canon_set="ABCD"):
     """Count the blocks again; skip if the record is of other versions."""
     for package, expected in RECORDED["versions"].items():
         if version(package) != expected:
@@ -30,7 +30,7 @@ def _count(folder, models):
     subprocess.run(
         [
             *(sys.executable, "-m", "tests.bench", "codegen"),
-            *("--models", *models, "--sets", "ABCD", "--json", str(file)),
+            *("--models", *models, "--sets", canon_set, "--json", str(file)),
         ],
         cwd=ROOT,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
@@ -77,6 +77,35 @@ def test_no_figure_of_other_blocks_rises(tmp_path):
     rows = _count(tmp_path, OTHER_MODELS)
     assert len(rows) == 3 * len(OTHER_MODELS)
     _assert_no_figure_rises(rows)
+
+
+@pytest.mark.system
+def test_figures_of_other_places_do_not_rise(tmp_path):
+    rows = _count(tmp_path, ["rope"], "FKOV")
+    assert len(rows) == 3
+    _assert_no_figure_rises(rows)
+
+
+@pytest.mark.parametrize("canon_set", ["FKOV", "ABCDFO", "ABCD"])
+def test_triton_costs_less_than_compiled(canon_set):
+    """In bytes, launches and time of a step, in every model that is recorded."""
+    rows = [row for row in RECORDED["rows"] if row["canon_set"] == canon_set]
+    models = dict.fromkeys(row["model"] for row in rows)
+    assert "nope" in models
+    for model in models:
+        compiled, triton = (row for row in rows if row["model"] == model)
+        assert (compiled["backend"], triton["backend"]) == ("compiled", "triton")
+        costs, fused_costs = (computed(row, RECORDED["rows"]) for row in (compiled, triton))
+
+        assert fused_costs["total_kib"] <= costs["total_kib"]
+        assert fused_costs["seconds"][1] <= costs["seconds"][1]
+        assert triton["saved_bytes"] <= compiled["saved_bytes"]
+        for direction in ("forward", "backward"):
+            launches = [
+                row[direction]["launches"] + row[direction]["operators"]
+                for row in (compiled, triton)
+            ]
+            assert launches[1] <= launches[0]
 
 
 def test_the_page_is_current():

@@ -203,7 +203,12 @@ def test_a_card_names_the_places_of_convolutions(tmp_path, sites):
             {"canon_filter": "scalar", "canon_kernel": 3},
             "over 3 tokens, with the same taps for all",
         ),
-        ({"canon_filter": "dynamic"}, "with taps that depend on the token"),
+        ({"canon_filter": "dynamic"}, "with taps that depend on the token, added"),
+        (
+            {"canon_filter": "dynamic_heads", "canon_set": "KO", "canon_scale": "sqrt"},
+            "and the head at Q, K and V, added to their input, the sum divided by the square root "
+            "of 9 or 5; K on keys, O after the mixer",
+        ),
         (
             {"canon_filter": "shift", "canon_kernel": 2},
             "Canon-AC: a learned mix of each channel with the token before (token shift); A before",
@@ -214,7 +219,7 @@ def test_a_card_names_the_places_of_convolutions(tmp_path, sites):
     ids=str,
 )
 def test_a_card_says_what_a_filter_is(tmp_path, changes, expected):
-    rows, _ = architecture_rows(tmp_path / "run", canon_set="AC", **changes)
+    rows, _ = architecture_rows(tmp_path / "run", **{"canon_set": "AC"} | changes)
     plain, _ = architecture_rows(tmp_path / "plain", canon_set="AC")
     assert expected in rows["Canon layers"]
     assert expected not in plain["Canon layers"]
