@@ -152,13 +152,13 @@ def min_block_bytes(args: ModelArgs, itemsize: int) -> dict[str, tuple[int, int]
     # B: the channels of q, k and v that are changed, and those of which backward reads the inputs.
     changed = 0
     read_again = 0
-    for site, width in zip("QKV", args.qkv_dims, strict=True):
+    for site, num_channels in zip("QKV", args.qkv_dims, strict=True):
         is_normed = args.qk_norm != "none" and site != "V"
         if is_normed or {"B", site} & {*args.canon_set}:
-            changed += width
-            read_again += width
+            changed += num_channels
+            read_again += num_channels
         elif args.rope_dim and site != "V":
-            changed += width // args.rope_share
+            changed += num_channels // args.rope_share
 
     def if_canon(site: str, number: int) -> int:
         return number if site in args.canon_set else 0
