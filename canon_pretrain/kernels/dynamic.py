@@ -136,11 +136,13 @@ def _taps(
     `recompute`: by another operator than forward's, whose result torch's partitioner would save.
     """
     weight_CR = weight_KCR[tap]
-    if num_heads:  # sums, which the partitioner recomputes anyway
+    if num_heads:
         num_taps, num_channels, _ = weight_KCR.shape
         z_BTG1 = z_BTR.unflatten(-1, (num_heads, num_taps))[..., tap, None]
         added_BTC = z_BTG1.expand(-1, -1, -1, num_channels // num_heads).flatten(-2)
-        return weight_CR[:, 0] + added_BTC.to(weight_CR.dtype)
+        added_BTC = added_BTC.to(weight_CR.dtype)
+        # the same sum, but another node of a graph
+        return added_BTC + weight_CR[:, 0] if recompute else weight_CR[:, 0] + added_BTC
     if recompute and torch.compiler.is_compiling():
         weight_BRC = weight_CR.T.expand(len(z_BTR), -1, -1)
         return torch.bmm(z_BTR, weight_BRC)
