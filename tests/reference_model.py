@@ -117,7 +117,19 @@ def _canon_qkv(cfg: Any, layer: dict[str, Tensor], qkv: list[Tensor], x: Tensor)
 def taps(
     layer: dict[str, Tensor], name: str, x_BTD: Tensor, part: int = 0, rows: slice = slice(None)
 ) -> Tensor | None:
-    """Return what x adds to each token's taps [B, T, C, K] (Sieberling et al.), None if static."""
+    """Return what x adds to each token's taps [B, T, C, K], None if static.
+
+    Of low rank (Sieberling et al.), or the same in all channels of a head (Inkling2).
+    """
+    if f"{name}.per_head" in layer:
+        num_channels, _, num_taps = layer[f"{name}.weight"].shape
+        rows_RD = layer[f"{name}.per_head"]
+        channels_per_head = num_channels * num_taps // len(rows_RD)
+        moved = []
+        for channel in range(num_channels):
+            first = channel // channels_per_head * num_taps
+            moved.append(x_BTD @ rows_RD[first : first + num_taps].T)
+        return torch.stack(moved, dim=2)
     if f"{name}.up" not in layer:
         return None
     down = layer[f"{name}.down"][15 * part : 15 * (part + 1)]
@@ -204,11 +216,12 @@ def _attention(cfg: Any, layer: dict[str, Tensor], x: Tensor) -> Tensor:
 def bias_by_loops(cfg: Any, head: int, num_tokens: int) -> Tensor:
     """Return the bias of a head's scores (from 0), [T, T]; -inf if masked.
 
-    With h = 1 .. H, ALiBi: -2^(-8h/H) per token of distance. H-ALiBi: head h of the first half
-    attends to the last h tokens.
+    With h = 1 .. H, ALiBi: -2^(-8h/H) per token of distance. H-ALiBi: head h of the first half, or
+    of h_alibi_heads, attends to the last h tokens.
     """
     h = head + 1
-    window = h if cfg.position == "h_alibi" and h <= cfg.num_heads // 2 else num_tokens
+    last_with_window = cfg.h_alibi_heads if cfg.h_alibi_heads > 0 else cfg.num_heads // 2
+    window = h if cfg.position == "h_alibi" and h <= last_with_window else num_tokens
     window = min(window, cfg.window or window)
     slope = 2.0 ** (-8 * h / cfg.num_heads) if cfg.position == "alibi" else 0.0
     rows = [[-math.inf] * num_tokens for _ in range(num_tokens)]

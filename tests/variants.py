@@ -33,6 +33,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "act": {"canon_activation": True},
     "cst": {"canon_trainable": False},
     "dynamic": {"canon_filter": "dynamic"},
+    "heads": {"canon_filter": "dynamic_heads"},
     "scalar": {"canon_filter": "scalar"},
     "shift": {"canon_filter": "shift", "canon_kernel": 2},
     "sqrt": {"canon_scale": "sqrt"},
@@ -44,6 +45,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "layernorm": {"norm": "layernorm"},
     "bias": {"bias": True},
     **{f"qk_{norm}": {"qk_norm": norm} for norm in ("full", "per_head")},
+    **{f"windows{number}": {"h_alibi_heads": number} for number in (1, 3, 4)},
     "half": {"partial_rope_dim": 4},
     "gqa": {"num_kv_heads": 2},
     "tied": {"tie_embeddings": True},
@@ -109,6 +111,9 @@ gdn BD scalar k3, mamba2 AB scalar no_res, rope ABCD shift documents, nope AC sh
 rope FKOV shift gqa cst, gla ABCD shift, mamba2_mlp ABCD shift documents,
 nope smear documents, rope smear gqa tied, nope ABCD smear k3 documents,
 mamba2 smear conv documents,
+h_alibi windows1 ABCD gqa documents, h_alibi windows3 FKOV tied, h_alibi windows4 documents,
+nope FKOV heads documents gqa, rope FKOV heads sqrt qk_per_head k3, gla AKQ heads documents sqrt,
+gdn FKOV heads no_res act k2, partial_rope_b AKQ heads gqa,
 gdn FKOV, gla AKQ documents dynamic, gdn FO conv k3, mamba2 AO conv documents, mamba2_mlp FO tied
 """.strip()
     .replace(",\n", ", ")
@@ -194,7 +199,7 @@ def build(args: ModelArgs, **options: Any) -> Transformer:
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.uniform_(0.5, 1.5, generator=generator)
-            if name.endswith((".bias", ".up")):  # large filters amplify rounding
+            if name.endswith((".bias", ".up", ".per_head")):  # large filters amplify rounding
                 bound = 0.5 if name.endswith(".bias") else 0.1
                 parameter.uniform_(-bound, bound, generator=generator)
             if name.endswith((".D", ".A_log", ".dt_bias")) or name.startswith("smear."):

@@ -484,9 +484,9 @@ def to_ours(name: str, model_type: str = "") -> str:
 
 def _translate(name: str, layers: str, target: Naming) -> str:
     """Translate [LAYERS.NUMBER.]MODULE[.weight], where LAYERS is `layers`, to `target`."""
-    # `down` and `up` are the low-rank factors of a dynamic Canon filter
+    # `down` and `up` are the low-rank factors of a dynamic Canon filter, `per_head` its heads' taps
     layer = rf"{re.escape(layers)}\.(0|[1-9]\d*)\."
-    match = re.fullmatch(rf"(?:{layer})?(.+?)(\.weight|\.bias|\.down|\.up)?", name)
+    match = re.fullmatch(rf"(?:{layer})?(.+?)(\.weight|\.bias|\.down|\.up|\.per_head)?", name)
     if match:
         number, module, leaf = match.groups(default="")
         prefix = ""

@@ -405,10 +405,12 @@ def _state_sizes(layer: ModelArgs) -> dict[str, str]:
     num_values = layer.canon_kernel - 1
     sums = f"{num_values} sums per channel"
     sizes = {}
-    if layer.canon_set:
-        sizes[f"Canon-{layer.canon_set}"] = sums
-        if layer.canon_filter == "dynamic":
-            sizes[f"Canon-{layer.canon_set}"] = f"{num_values} inputs per channel, in bfloat16"
+    static_sites = "".join(site for site in layer.canon_set if not layer.is_dynamic_at(site))
+    dynamic_sites = "".join(filter(layer.is_dynamic_at, layer.canon_set))
+    if static_sites:
+        sizes[f"Canon-{static_sites}"] = sums
+    if dynamic_sites:
+        sizes[f"Canon-{dynamic_sites}"] = f"{num_values} inputs per channel, in bfloat16"
     if layer.mixer_conv:
         sizes["conv1d"] = sums
     if layer.is_own_mixer:

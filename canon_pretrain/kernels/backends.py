@@ -42,6 +42,7 @@ def canon_reference(
     activation: bool,
     segments_BN: Segments = None,
     z_BTR: Tensor | None = None,
+    num_heads: int = 0,
 ) -> Tensor:
     """Mix every token with its K - 1 predecessors, per channel; [B, T, C] in x's dtype.
 
@@ -50,10 +51,11 @@ def canon_reference(
     Paper section 4, equation 4.1 (K = 4); act is silu (Figure 10, rows "Act") or the identity. The
     weight has the layout of a depthwise `nn.Conv1d`. Sums are float32 (float64 for float64).
     `segments_BN`: the segments of the tokens and of the K - 1 before them, which are not mixed with
-    each other; None: one segment. With `z_BTR` the taps of token t are W = sum_r z_tr weight[:, r].
+    each other; None: one segment. With `z_BTR` the taps of token t are W = sum_r z_tr weight[:, r];
+    with `num_heads` they are weight[c, 0] + z_t[g] for the channels c of head g, R = num_heads K.
     Raises ValueError if the shapes do not fit.
     """
-    rank = 1 if z_BTR is None else z_BTR.shape[-1]
+    rank = 1 if z_BTR is None or num_heads else z_BTR.shape[-1]
     has_dims = x.ndim == weight_CRK.ndim == 3
     if not has_dims or weight_CRK.shape[:2] != (x.shape[2], rank):
         raise ValueError(
@@ -69,6 +71,10 @@ def canon_reference(
     # The taps of all tokens, [C, K], or of each, [B, T, C, K].
     if z_BTR is None:
         taps = weight_CRK[:, 0]
+    elif num_heads:
+        heads_BTGK = z_BTR.to(x.dtype).unflatten(-1, (num_heads, num_taps))
+        channels_per_head = x.shape[2] // num_heads
+        taps = weight_CRK[:, 0] + heads_BTGK.repeat_interleave(channels_per_head, dim=2)
     else:
         taps = torch.einsum("btr,crk->btck", z_BTR.to(x.dtype), weight_CRK)
 

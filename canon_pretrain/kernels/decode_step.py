@@ -247,6 +247,7 @@ class DynamicMemory:
         residual: bool,
         activation: bool,
         backend: str,
+        num_heads: int,
     ) -> Parts:
         """Mix a single token per part, without a segment change, by the formula itself."""
         if not self._flat_weights:
@@ -255,8 +256,16 @@ class DynamicMemory:
         for i, (x_B1C, z_B1R) in enumerate(zip(parts, zs, strict=True)):
             x_BKC = torch.cat((self.windows[i], x_B1C), dim=1)
             self.windows[i] = x_BKC[:, 1:]
-            taps_BX = z_B1R[:, 0] @ self._flat_weights[i]
-            taps_BKC = taps_BX.view(x_BKC.shape).to(sum_dtype(x_B1C))
+            flat_weight = self._flat_weights[i]
+            dtype = sum_dtype(x_B1C)
+            if num_heads:  # the static taps, and what the token adds to those of each head
+                num_taps = x_BKC.shape[1]
+                taps_BKG = z_B1R.unflatten(-1, (num_heads, num_taps))[:, 0].transpose(1, 2)
+                added_BKC = taps_BKG.repeat_interleave(x_BKC.shape[2] // num_heads, dim=2)
+                taps_BKC = flat_weight.view(num_taps, -1).to(dtype) + added_BKC.to(dtype)
+            else:
+                taps_BX = z_B1R[:, 0] @ flat_weight
+                taps_BKC = taps_BX.view(x_BKC.shape).to(dtype)
             y_B1C = (taps_BKC * x_BKC).sum(1, keepdim=True)
             if activation:
                 y_B1C = F.silu(y_B1C)

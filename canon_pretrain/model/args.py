@@ -140,11 +140,13 @@ class ModelArgs:
     # The partial layouts rotate one quarter of the dimensions (Figure 22): a half of the heads,
     # half of each one's dims; b a quarter of the heads, all dims; c all heads, partial_rope_dim of
     # each one's dims. alibi adds -2^(-8h/H) per token of distance to the scores of head h (1 .. H);
-    # in h_alibi head h of the first half attends to the last h tokens only.
+    # in h_alibi head h of the first half, or h_alibi_heads, attends to the last h tokens only.
     position: Annotated[str, POSITIONS] = "rope"
     """rope, nope, alibi, h_alibi, or partial_rope_a, _b, _c (the paper's Figure 22)."""
     partial_rope_dim: Size = 0
     """Rotated dims per head in partial_rope_c; 0: a quarter."""
+    h_alibi_heads: Size = 0
+    """Heads with a window in h_alibi, the first ones; 0: half of them (the paper's)."""
     rope_theta: Positive = 10000.0
     window: Size = 0
     """Number of last tokens that attention sees, the token itself included; 0: all."""
@@ -159,8 +161,11 @@ class ModelArgs:
     canon_activation: bool = False
     canon_trainable: bool = True
     """false: cst-Canon, which keeps its initial values (the paper's Figure 20)."""
-    canon_filter: Annotated[str, ("static", "dynamic", "scalar", "shift")] = "static"
-    """static; dynamic: taps that depend on the token (arXiv 2606.03825); scalar: the same taps for
+    canon_filter: Annotated[str, ("static", "dynamic", "dynamic_heads", "scalar", "shift")] = (
+        "static"
+    )
+    """static; dynamic: taps that depend on the token (arXiv 2606.03825); dynamic_heads: at Q, K and
+    V, by the same amount in all channels of a head (Inkling2's); scalar: the same taps for
     all channels, at first 1, .4, .2, .1 (the paper's footnote 10); shift: a learned mix with the
     token before (RWKV's token shift; needs canon_kernel = 2)."""
     canon_scale: Annotated[str, ("none", "sqrt")] = "none"
@@ -213,7 +218,9 @@ class ModelArgs:
             object.__setattr__(self, "num_kv_heads", 0)
         _check(self)
 
-        # only once head_dim is checked
+        # only once the numbers of heads and their dims are checked
+        if 2 * self.h_alibi_heads == self.num_heads:
+            object.__setattr__(self, "h_alibi_heads", 0)
         if 4 * self.partial_rope_dim == self.head_dim:
             object.__setattr__(self, "partial_rope_dim", 0)
 
@@ -346,20 +353,36 @@ class ModelArgs:
         """Channels of an embedding that its smear gate depends on; 0 without one."""
         return min(SMEAR_DIM, self.dim) if self.smear else 0
 
-    @property
-    def canon_factor(self) -> float:
-        """What Canon's sum of convolution and residual is multiplied by."""
+    def is_dynamic_at(self, site: str) -> bool:
+        """Return whether the taps of Canon at `site` depend on the token."""
+        if self.canon_filter == "dynamic_heads":
+            return site in "QKV"
+        return self.canon_filter == "dynamic"
+
+    def canon_heads_at(self, site: str) -> int:
+        """Return the number of heads of q, k or v, for the filters of `dynamic_heads`."""
+        return self.num_heads if site == "Q" else self.kv_heads
+
+    def canon_factor_at(self, site: str) -> float:
+        """Return what Canon's sum of convolution and residual is multiplied by."""
         if self.canon_scale == "none":
             return 1.0
         # 1 over the root of the number of terms, which are the taps and the residual. A dynamic
         # filter has the static taps and as many of the token's own.
-        taps_per_token = 2 if self.canon_filter == "dynamic" else 1  # those of the token itself
+        taps_per_token = 2 if self.is_dynamic_at(site) else 1
         return (taps_per_token * self.canon_kernel + 1) ** -0.5
 
     @property
     def canon_bound(self) -> float:
         """Canon weights start in U(-bound, bound): PyTorch's Conv1d default, 1/2 at kernel 4."""
         return self.canon_kernel**-0.5
+
+    @property
+    def num_windowed(self) -> int:
+        """Number of heads with a window of their own, the first ones: of H-ALiBi."""
+        if self.position != "h_alibi":
+            return 0
+        return self.h_alibi_heads or self.num_heads // 2
 
     @property
     def rope_share(self) -> int:
@@ -574,6 +597,9 @@ def _unused(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if ffn == "none":
         yield "ffn_activation", 'a feed-forward, but ffn = "none"'
 
+    position = values["position"]
+    if position != "h_alibi":
+        yield "h_alibi_heads", f'position = "h_alibi", not "{position}"'
     if not values["mimetic_init"]:
         yield "mimetic_rate", "mimetic_init = true"
 
@@ -656,9 +682,15 @@ def _check_position(args: ModelArgs) -> None:
                 f"an even number below the head dim, {args.head_dim}, or 0 for a quarter",
             )
 
+    if args.h_alibi_heads > args.num_heads:
+        raise _out_of_range(
+            "h_alibi_heads", args.h_alibi_heads, f"at most num_heads = {args.num_heads}, or 0"
+        )
+
     # half of H-ALiBi's heads have a window; one in `rope_share` heads rotates, of q and of k
     if args.position == "h_alibi":
-        _divide_for_position(args, "num_heads", 2)
+        if not args.h_alibi_heads:
+            _divide_for_position(args, "num_heads", 2)
     elif args.num_kv_heads:  # num_heads is a multiple of it
         _divide_for_position(args, "num_kv_heads", args.rope_share)
     else:
@@ -747,8 +779,15 @@ def _check_canon(args: ModelArgs) -> None:
 
     # Options that contradict the filter or the scale. Dynamic taps are trained by definition: a
     # constant filter has none.
-    if args.canon_filter == "dynamic":
+    if args.canon_filter in ("dynamic", "dynamic_heads"):
         _refuse(args, "canon_trainable", 'canon_filter = "static"')
+    has_heads = {*"QKV"} & sites and not args.is_own_mixer
+    if args.canon_filter == "dynamic_heads" and not has_heads:
+        raise _conflict(
+            "canon_filter",
+            'canon_filter = "dynamic_heads" is of the heads of q, k and v: set a canon_set with '
+            f'some of Q, K and V, not "{args.canon_set}", and a mixer that is no FILE.py:Name',
+        )
 
     # The factor is folded into static taps with the residual's 1, before which no activation fits.
     if args.canon_scale == "sqrt":

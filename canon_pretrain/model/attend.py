@@ -87,8 +87,7 @@ class Attend(nn.Module):
         check_backend(args, backend)
         self.args = args
         self.backend = backend
-        # H-ALiBi: the first half of the heads has a window
-        self.num_windowed = args.num_heads // 2 if args.position == "h_alibi" else 0
+        self.num_windowed = args.num_windowed
 
     def implementation(self, device_type: str, *, masked: bool) -> str:
         """Return "sdpa", "flex" or a package; `masked`: the batch has segments."""

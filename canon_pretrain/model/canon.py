@@ -13,6 +13,11 @@ and not the paper's text: at A, C, O and F, which the code lacks, s is the site'
 Mamba2's in_proj is one layer; residual and activation are Canon's options (the code: residual,
 none).
 
+Dynamic filters of heads (`dynamic_heads`, at Q, K and V) are transformers'
+`Inkling2DynamicShortConvolution`: tap i of token t and channel c of head g is
+W[c, i] + (per_head s_t)[g, i], where s is the input of the linear layer. Initial values are ours:
+W as Canon's, per_head 0 (transformers: 0, N(0, 0.02)).
+
 Taps of other filters: `scalar` has one row of taps for all channels. `shift` has a share mu of each
 channel, and y_t = x_t + mu (x_{t-1} - x_t), RWKV's token shift (Peng et al., arXiv 2404.05892).
 
@@ -127,7 +132,8 @@ class CausalFilter(nn.Module):
 class Canon(CausalFilter):
     """The Canon layer of `site`, a letter of args.canon_set.
 
-    Dynamic filters add `up` [C, R, K] and `down`, R rows for each part that the site mixes.
+    Dynamic filters add `up` [C, R, K] and `down`, R rows for each part that the site mixes; those
+    of heads `per_head`, K rows for each head.
     `widths`: of the parts, if the mixer is the user's own and the site its Canon-B.
     """
 
@@ -138,11 +144,11 @@ class Canon(CausalFilter):
         # The sizes: `widths` of the parts, the outputs of linear layers that one Canon layer mixes,
         # if not those of the args. `scalar` has one row of taps for all channels, `shift` one share
         # per channel.
-        is_dynamic = self.filter == "dynamic"
+        is_dynamic = args.is_dynamic_at(site)
         self.num_channels = channels = sum(widths) or args.canon_channels[site]
         num_parts = len(widths) or args.canon_parts[site]
         self.num_taps = args.canon_kernel
-        self.factor = args.canon_factor
+        self.factor = args.canon_factor_at(site)
 
         # With a factor, `taps` adds the residual to static taps, so the kernel must not add it
         # again. The outputs of dynamic filters are multiplied instead (`_scaled`).
@@ -162,7 +168,13 @@ class Canon(CausalFilter):
         # Written by `Transformer.init_weights`.
         self.down: nn.Parameter | None = None
         self.up: nn.Parameter | None = None
-        if is_dynamic:
+        self.per_head: nn.Parameter | None = None
+        self.num_heads = 0  # that have taps of their own
+        if is_dynamic and self.filter == "dynamic_heads":
+            self.num_heads = args.canon_heads_at(site)
+            num_rows = self.num_heads * self.num_taps
+            self.per_head = nn.Parameter(torch.empty(num_rows, args.dim))
+        elif is_dynamic:
             self.down = nn.Parameter(torch.empty(DYNAMIC_RANK * num_parts, args.dim))
             self.up = nn.Parameter(torch.empty(channels, DYNAMIC_RANK, args.canon_kernel))
 
@@ -185,21 +197,18 @@ class Canon(CausalFilter):
         self, parts: Parts, context: Context = NO_CONTEXT, source_BTD: Tensor | None = None
     ) -> Parts:
         """Return y_BTC for each part; `source_BTD` is the first part if it is not passed."""
-        if self.down is None or self.up is None:
+        if not self.is_dynamic:
             return super().forward(parts, context)
 
-        # Taps are sum_r z_r weight[:, r]: the static taps are one more rank, with z = 1.
-        up = self.up
         source_BTD = parts[0] if source_BTD is None else source_BTD
-        # down s, [B, T, R] for each part
-        z_parts = F.linear(source_BTD, self.down).split(DYNAMIC_RANK, dim=-1)
-        zs = tuple(F.pad(z_BTR, (0, 1), value=1.0) for z_BTR in z_parts)
+        zs = self._token_terms(source_BTD)
 
-        # [C, R + 1, K], split by part; a function, since a cached step keeps copies of its own
+        # split by part; a function, since a cached step keeps copies of its own
         def weights() -> Parts:
-            return self._split_by_part(torch.cat((up, self.weight), dim=1), parts)
+            return self._split_by_part(self._weight_of_terms(), parts)
 
-        options = self.options(context.segments_BN) | {"backend": self.backend}
+        options = self.options(context.segments_BN)
+        options |= {"backend": self.backend, "num_heads": self.num_heads}
         if context.cache is not None:
             memory = context.cache.canon.setdefault(self.site, DynamicMemory())
             assert isinstance(memory, DynamicMemory)
@@ -210,6 +219,25 @@ class Canon(CausalFilter):
             for x_BTC, weight_CRK, z_BTR in zip(parts, weights(), zs, strict=True)
         )
         return self._scaled(outputs)
+
+    @property
+    def is_dynamic(self) -> bool:
+        return self.up is not None or self.per_head is not None
+
+    def _token_terms(self, source_BTD: Tensor) -> Parts:
+        """Return z of `canon_reference` for each part, on which the taps of the tokens depend."""
+        if self.per_head is not None:
+            return (F.linear(source_BTD, self.per_head),)  # q, k or v are alone at their sites
+        assert self.down is not None
+        # Taps are sum_r z_r weight[:, r]: the static taps are one more rank, with z = 1.
+        z_parts = F.linear(source_BTD, self.down).split(DYNAMIC_RANK, dim=-1)
+        return tuple(F.pad(z_BTR, (0, 1), value=1.0) for z_BTR in z_parts)
+
+    def _weight_of_terms(self) -> Tensor:
+        """Return the weight that belongs to `_token_terms`: [C, R + 1, K], of heads [C, 1, K]."""
+        if self.up is None:
+            return self.weight
+        return torch.cat((self.up, self.weight), dim=1)
 
     def _scaled(self, outputs: Parts) -> Parts:
         """Return the outputs of a dynamic filter times the factor."""
@@ -230,7 +258,7 @@ class CanonGate(Canon):
     ) -> Parts:
         """Return one part, act(Canon(gate)) * Canon(up), [B, T, F], of the parts (gate, up)."""
         # the fused kernels have neither a cache nor dynamic filters
-        if context.cache is not None or self.up is not None:
+        if context.cache is not None or self.is_dynamic:
             gate_BTF, up_BTF = super().forward(parts, context, source_BTD)
             return (ffn_activation(gate_BTF, self.ffn_activation) * up_BTF,)
 

@@ -153,8 +153,8 @@ def _layer_problem(
 ) -> str | None:
     """Return why a kind of layer must not be trained with `backend`, or None."""
     # Where the backend would silently fall back to `compiled`.
-    if args.canon_filter == "dynamic":
-        return 'it has static filters only, but model.canon_filter = "dynamic"'
+    if any(map(args.is_dynamic_at, args.canon_set)):
+        return f'it has static filters only, but model.canon_filter = "{args.canon_filter}"'
     if backend == "triton" and args.canon_kernel > TRITON_TAPS:
         return f"it supports {TRITON_TAPS} taps, but model.canon_kernel = {args.canon_kernel}"
     if backend == "fla" and args.document_mask:

@@ -85,6 +85,10 @@ def _canon_parameters(args: ModelArgs) -> int:
     taps = num_channels * args.canon_kernel
     if args.canon_filter == "dynamic":
         return taps + DYNAMIC_RANK * (taps + args.dim * sum(args.canon_parts.values()))
+    if args.canon_filter == "dynamic_heads":
+        dynamic_sites = filter(args.is_dynamic_at, args.canon_channels)
+        num_heads = sum(map(args.canon_heads_at, dynamic_sites))
+        return taps + args.dim * num_heads * args.canon_kernel
     return taps
 
 
@@ -216,8 +220,10 @@ def _layer_state_bytes(args: ModelArgs, itemsize: int) -> StateBytes:
         per_token = (k_dim + v_dim) * itemsize
 
     # for each of the K - 1 tokens in reach
-    canon_itemsize = itemsize if args.canon_filter == "dynamic" else STATE_BYTES
-    per_reached_token = canon_itemsize * sum(args.canon_channels.values())
+    per_reached_token = 0
+    for site, num_channels in args.canon_channels.items():
+        canon_itemsize = itemsize if args.is_dynamic_at(site) else STATE_BYTES
+        per_reached_token += canon_itemsize * num_channels
     if args.mixer_conv:
         per_reached_token += STATE_BYTES * args.conv_channels
     per_row = STATE_BYTES * state_size(args) + (args.canon_kernel - 1) * per_reached_token

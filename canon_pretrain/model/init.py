@@ -76,7 +76,7 @@ def _usual_value(args: ModelArgs, name: str, shape: torch.Size) -> InitialValue:
 
     # convolutions
     if module.startswith("canon_"):
-        if own_name == "up":
+        if own_name in ("up", "per_head"):
             return value("constant", 0.0)
         if own_name == "down":
             return value("uniform", shape[-1] ** -0.5)

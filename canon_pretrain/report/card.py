@@ -40,12 +40,20 @@ _POSITIONS = {
     "rope": "rotary (RoPE)",
     "nope": "none (NoPE)",
     "alibi": "ALiBi",
-    "h_alibi": "ALiBi by windows, one length per head (H-ALiBi)",
+    "h_alibi": "windows of 1 to {num_windowed} tokens in the first {num_windowed} heads (H-ALiBi)",
     "partial_rope_a": "rotary in half of the heads and half of their dimensions",
     "partial_rope_b": "rotary in a quarter of the heads",
     "partial_rope_c": "rotary in {rope_dim} of the {head_dim} dimensions of each head",
 }
 _ATTENTION = "causal self-attention, {num_heads} heads of {head_dim}"
+_FILTERS = {
+    "static": "causal convolutions over {taps} tokens, with taps for each channel",
+    "dynamic": "causal convolutions over {taps} tokens, with taps that depend on the token",
+    "dynamic_heads": "causal convolutions over {taps} tokens, with taps that depend on the token "
+    "and the head at Q, K and V",
+    "scalar": "causal convolutions over {taps} tokens, with the same taps for all channels",
+    "shift": "a learned mix of each channel with the token before (token shift)",
+}
 _SITES = {
     "A": "before the mixer",
     "B": "inside the mixer",
@@ -58,7 +66,12 @@ _SITES = {
     "V": "on values",
 }
 
-Row = Sequence[str]
+_QK_NORMS = {
+    "full": "RMSNorm of all queries and of all keys (QK-norm full)",
+    "per_head": "RMSNorm of each head's queries and keys (QK-norm per head)",
+}
+
+Row = tuple[str, str]
 
 
 def model_card(
@@ -123,7 +136,7 @@ def model_card(
     # The hub's metadata; results need the name of a model.
     tags = ["canon_pretrain"]
     if args:
-        tags += [args.mixer, args.position]
+        tags += _tags(args)
     metadata = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
@@ -141,6 +154,15 @@ def model_card(
     return files
 
 
+def _tags(args: ModelArgs) -> list[str]:
+    """Return the mixers and positions of the model's layers, for the hub."""
+    layers = args.kinds.values()
+    # of FILE.py:Name the class
+    mixers = [layer.mixer.rpartition(":")[2] for layer in layers]
+    positions = [layer.position for layer in layers]
+    return [*dict.fromkeys((*mixers, *positions))]
+
+
 def _architecture(args: ModelArgs) -> Iterator[Row]:
     """Yield the rows on the model's sizes and modules."""
     num_total = num_parameters(args)
@@ -151,66 +173,106 @@ def _architecture(args: ModelArgs) -> Iterator[Row]:
     yield "parameters", ", ".join(parameters)
     yield "layers", f"{args.num_layers} of width {args.dim:,}"
 
-    # The mixer and its positions.
-    sizes = {
-        "num_heads": args.num_heads,
-        "head_dim": args.head_dim,
-        "rope_dim": args.rope_dim,
-    }
-    label = args.mixer.rpartition("/")[2]  # of the user's own
-    if args.mixer == "attention":
-        label = _ATTENTION.format(**sizes)
-    elif args.recurrent is not None:
-        label = args.recurrent.label.format(**sizes)
-    mixer = [label]
-    if args.num_kv_heads:
-        mixer.append(f"{args.kv_heads} of keys and values")
-    if args.mixer_conv:
-        mixer.append("with its convolution")
-    yield "mixer", ", ".join(mixer)
-    yield "positions", _POSITIONS[args.position].format(**sizes)
-    yield "Canon layers", _canon(args)
-
-    # The feed-forward network and the norms of a block.
-    feed_forward = [args.ffn]
-    if args.ffn != "none":
-        feed_forward += [args.ffn_activation, f"width {args.ffn_dim:,}"]
-    if args.ffn == "moe":
-        feed_forward.append(f"{args.experts_per_token} of {args.num_experts} experts per token")
-    yield "feed-forward", ", ".join(feed_forward)
-    norm = [args.norm]
-    if args.qk_norm != "none":
-        norm.append(f"QK-norm {args.qk_norm}")
-    yield "norm", ", ".join(norm)
+    # Layers that differ: a row for what all have in common, else one for each kind of layer.
+    kinds = {printable(name): dict(_layer(layer)) for name, layer in args.kinds.items()}
+    if len(kinds) > 1:
+        yield "order of the layers", _order(args)
+    labels = dict.fromkeys(label for rows in kinds.values() for label in rows)
+    for label in labels:
+        texts = {name: rows[label] for name, rows in kinds.items() if label in rows}
+        if len(texts) == len(kinds) and len(set(texts.values())) == 1:
+            yield label, next(iter(texts.values()))
+        else:
+            for name, text in texts.items():
+                yield f"{label}, layers {name}", text
+    yield "norm", args.norm
 
     # Tokens in and out.
     vocabulary = [f"{args.vocab_size:,} tokens"]
     if args.tie_embeddings:
         vocabulary.append("input and output embeddings tied")
     yield "vocabulary", ", ".join(vocabulary)
+    if args.smear:
+        yield (
+            "smear",
+            "to each embedding, that of the token before is added, times a gate learned from the "
+            f"first {args.smear_dim} channels",
+        )
     context = [f"{args.max_seq_len:,} tokens"]
     if args.document_mask:
         context.append("documents in it are separated")
     yield "longest context", ", ".join(context)
 
 
+def _order(args: ModelArgs) -> str:
+    """Return the pattern in words, and the number of layers of each kind."""
+    names = [name.rpartition("/")[2] for name in args.pattern[: args.num_layers]]
+    order = " > ".join(names)
+    if len(names) < args.num_layers:
+        order = f"{order}, repeated"
+    counts = zip(args.kinds, args.layer_counts, strict=True)
+    numbers = [f"{count} {name.rpartition('/')[2]}" for name, (_, count) in counts]
+    return printable(f"{order}: {', '.join(numbers)}")
+
+
+def _layer(args: ModelArgs) -> Iterator[Row]:
+    """Yield the rows on the modules of a layer."""
+    # The mixer and its positions.
+    sizes = {
+        "num_heads": args.num_heads,
+        "head_dim": args.head_dim,
+        "rope_dim": args.rope_dim,
+        "num_windowed": args.num_windowed,
+    }
+    if args.is_own_mixer:
+        name = args.mixer.rpartition("/")[2]
+        mixer = [printable(f"a class of its own ({name}), {args.num_heads} heads")]
+    elif args.recurrent is not None:
+        mixer = [args.recurrent.label.format(**sizes)]
+    else:
+        mixer = [_ATTENTION.format(**sizes)]
+    if args.num_kv_heads:
+        mixer.append(f"{args.kv_heads} of keys and values")
+    if args.window:
+        mixer.append(f"over a window of the last {args.window:,} tokens")
+    if args.qk_norm != "none":
+        mixer.append(_QK_NORMS[args.qk_norm])
+    if args.mixer_conv:
+        mixer.append("with its convolution")
+    if args.mimetic_init:
+        mixer.append("from mimetic initial values")
+    yield "mixer", ", ".join(mixer)
+    yield "positions", _POSITIONS[args.position].format(**sizes)
+    yield "Canon layers", _canon(args)
+
+    # The feed-forward network.
+    feed_forward = [args.ffn]
+    if args.ffn != "none":
+        feed_forward += [args.ffn_activation, f"width {args.ffn_dim:,}"]
+    if args.ffn == "moe":
+        feed_forward.append(f"{args.experts_per_token} of {args.num_experts} experts per token")
+    yield "feed-forward", ", ".join(feed_forward)
+
+
 def _canon(args: ModelArgs) -> str:
-    """Return the Canon set in words (Physics of Language Models, part 4.1)."""
+    """Return the Canon layers in words (Physics of Language Models, part 4.1)."""
     if not args.canon_set:
         return "no Canon"
-    has_property = {
-        f"over {args.canon_kernel} tokens": True,
-        "plus their input": args.canon_residual,
-        "with SiLU": args.canon_activation,
-        "fixed at their initial values": not args.canon_trainable,
-        "with filters that depend on the token": args.canon_filter == "dynamic",
-        "with the same taps for all channels": args.canon_filter == "scalar",
-        "that mix a token with the one before": args.canon_filter == "shift",
-        "divided by the root of the number of terms": args.canon_scale == "sqrt",
-    }
-    properties = " ".join(text for text, holds in has_property.items() if holds)
+
+    properties = [_FILTERS[args.canon_filter].format(taps=args.canon_kernel)]
+    if args.canon_activation:
+        properties.append("with SiLU")
+    if args.canon_filter != "shift":  # which has its input by definition
+        properties.append("added to their input" if args.canon_residual else "without their input")
+    if args.canon_scale == "sqrt":
+        # dynamic sites have more terms
+        factors = dict.fromkeys(args.canon_factor_at(site) for site in args.canon_set)
+        num_terms = " or ".join(str(round(factor**-2)) for factor in factors)
+        properties.append(f"the sum divided by the square root of {num_terms}")
+    if not args.canon_trainable:
+        properties.append("fixed at their initial values")
     sites = ", ".join(f"{site} {_SITES[site]}" for site in args.canon_set)
-    return f"Canon-{args.canon_set}: causal convolutions per channel {properties}; {sites}"
+    return f"Canon-{args.canon_set}: {', '.join(properties)}; {sites}"
 
 
 def _training(run: RunRecord, step: int, has_log: bool) -> Iterator[Row]:

@@ -200,13 +200,16 @@ def run_metadata(run: RunRecord, events: list[Event]) -> RunMetadata:
     newest_launch = {**launches[-1]} if launches else {}
     newest_launch.pop("event", None)
 
-    # The architecture, as tags: flavor, mixer (or the positions of attention) and Canon layers.
+    # The architecture, as tags: flavor, mixer (or the positions of attention) and Canon layers. Of
+    # layers that differ, the names of their kinds.
     mixer = run.identity.get("model.mixer")
     if mixer in (None, "attention"):
         mixer = run.identity.get("model.position")
+    pattern = run.identity.get("model.pattern")
+    mixers = [str(name).rpartition("/")[2] for name in pattern] if pattern else [mixer]
     canon_set = run.identity.get("model.canon_set")
     canon = f"canon{canon_set}" if canon_set else "no-canon"
-    tags = tuple(filter(None, (run.flavor, mixer, canon)))
+    tags = tuple(filter(None, dict.fromkeys((run.flavor, *mixers, canon))))
 
     # A folder named "run" is distinguished by its parent.
     path = run.folder.path.resolve()

@@ -41,6 +41,7 @@ TYPES: dict[str, type] = {
     "checkpoint.folder": str,
     "data.path": str,
     "model.mixer": str,
+    "model.pattern": list,
     "model.position": str,
     "model.canon_set": str,
     "training.steps": int,

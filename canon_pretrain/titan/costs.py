@@ -126,9 +126,24 @@ class BlockCosts:
 
 def planned_backend(job: CanonJobConfig) -> str:
     """Return the backend of Canon that a job takes on a GPU, unless its check fails."""
+    requested = job.model.canon_backend
+    if requested == "auto":
+        return auto_backend(job.model_args)
     has_canon = any(layer.canon_set for layer in job.model_args.kinds.values())
-    is_fused = has_canon and job.model.canon_backend in ("auto", "triton")
-    return "triton" if is_fused else "compiled"
+    return "triton" if has_canon and requested == "triton" else "compiled"
+
+
+def auto_backend(args: ModelArgs) -> str:
+    """Return the backend of Canon that `auto` takes on a GPU, unless its check fails.
+
+    `compiled` if all layers with Canon have it at Q or K next to a QK-norm of all heads: Inductor
+    fuses norm, filter and rotation, in fewer bytes than with a kernel of ours between them
+    (kernels/CODEGEN.md, released_1b).
+    """
+    layers = [layer for layer in args.kinds.values() if layer.canon_set]
+    if all(layer.qk_norm == "full" and {*"QK"} & {*layer.canon_set} for layer in layers):
+        return "compiled"  # or there is no Canon
+    return "triton"
 
 
 def compiled_block_costs(args: ModelArgs, dtype: torch.dtype, canon_backend: str) -> BlockCosts:
@@ -238,7 +253,7 @@ def trace_block(
         )
         segments_BN = None
         if args.document_mask and args.reach:
-            num_near = args.canon_kernel - 1 + args.max_seq_len
+            num_near = args.reach + args.max_seq_len
             segments_BN = torch.empty(micro_batch, num_near, dtype=torch.int32, device=device)
 
         # Forward, then backward, which compiles the second graph.

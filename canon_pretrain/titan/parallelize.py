@@ -41,6 +41,7 @@ from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.initial_value import InitialValue
 from canon_pretrain.model.moe import GroupedExperts
 from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.titan.costs import auto_backend
 from canon_pretrain.titan.job_config import CanonJobConfig
 
 DEVICE_TYPES = ("cuda",)
@@ -89,7 +90,7 @@ def choose_canon(
         return None
     requested = job.model.canon_backend
     is_auto = requested == "auto"
-    backend = "triton" if is_auto else requested
+    backend = auto_backend(job.model_args) if is_auto else requested
     if device.type not in DEVICE_TYPES or backend not in OPTIONAL:
         reason = "auto" if is_auto else ""
         return BackendChoice(resolve_backend(requested), reason)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from canon_pretrain import kernels
 from canon_pretrain.core.errors import UserError, check_choice, reason_in
-from canon_pretrain.core.files import write_atomic
+from canon_pretrain.core.files import read_json, write_atomic
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.kernels.work import Work
 from canon_pretrain.machine.gpus import GPUS, GPUS_PER_NODE
@@ -41,8 +41,15 @@ PAGE = RECORD.with_name("CODEGEN.md")
 MICRO_BATCH = 6
 NUM_TOKENS = 4096
 BACKENDS = ("compiled", "triton")
-SETS = ("A", "B", "C", "D", "AC", "ABCD")
 DEFAULT_SETS = ("AC", "ABCD")
+SETS = {
+    "nope": ("A", "B", "C", "D", "AC", "ABCD", "FKOV", "ABCDFO"),
+    "rope": (*DEFAULT_SETS, "FKOV"),
+    "rope_documents": (*DEFAULT_SETS, "FKOV"),
+    "nope_qk_per_head": (*DEFAULT_SETS, "FKOV"),
+    "released_1b": (*DEFAULT_SETS, "FKOV"),
+}
+"""The Canon sets of a model, if not DEFAULT_SETS."""
 NOPE = {"position": "nope"}
 STANDARD = {"ffn": "standard"}
 MODELS: dict[str, dict[str, Any]] = {
@@ -79,16 +86,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--models", nargs="+", default=list(MODELS), metavar="M", help=f"of {', '.join(MODELS)}")
     add("--sets", nargs="+", metavar="SET", help="Canon sets (default: more for nope)")
-    record_help = f"count all, and write kernels/{RECORD.name} and kernels/{PAGE.name}"
+    record_help = (
+        f"write the counts to kernels/{RECORD.name} and kernels/{PAGE.name}; recorded rows of "
+        "other models and sets stay, if they are of the same versions"
+    )
     add("--record", action="store_true", help=record_help)
 
 
 def measure(arguments: argparse.Namespace, machine: Machine, log: Log) -> Result:
-    if arguments.record:
-        chosen = cases(MODELS, None)
-    else:
-        chosen = cases(arguments.models, arguments.sets)
-    rows = count_blocks([*chosen], log)
+    rows = count_blocks([*cases(arguments.models, arguments.sets)], log)
     versions = machine.facts()["versions"]
     result: Row = {
         "counted_for": H100.name,
@@ -98,8 +104,34 @@ def measure(arguments: argparse.Namespace, machine: Machine, log: Log) -> Result
         "rows": rows,
     }
     if arguments.record:
-        write_record(result)
+        write_record(with_recorded_rows(result, read_json(RECORD)))
     return result | {"computed": [computed(row, rows) for row in rows]}
+
+
+def with_recorded_rows(result: Row, recorded: Row) -> Row:
+    """Return the result with the recorded rows that it lacks, in the order of `cases`.
+
+    Raises UserError if they are of other versions.
+    """
+    rows = {_case(row): row for row in result["rows"]}
+    missing = {_case(row): row for row in recorded["rows"] if _case(row) not in rows}
+    for name in ("versions", "counted_for", "micro_batch", "num_tokens"):
+        if missing and recorded[name] != result[name]:
+            raise UserError(
+                "bench.codegen",
+                f"{RECORD.name} has rows of other {name} ({recorded[name]}, here {result[name]}): "
+                "count all with --record alone",
+                given=recorded[name],
+                expected=result[name],
+            )
+    rows |= missing
+    order = [case for case in cases(MODELS, None) if case in rows]
+    others = [case for case in rows if case not in order]
+    return result | {"rows": [rows[case] for case in (*order, *others)]}
+
+
+def _case(row: Row) -> Case:
+    return Case(row["model"], row["canon_set"], row["backend"])
 
 
 def write_record(result: Row) -> None:
@@ -115,7 +147,7 @@ def cases(models: Iterable[str], sets: Sequence[str] | None) -> Iterator[Case]:
     for model in models:
         check_choice("--models", model, MODELS)
         yield Case(model, "", "compiled")
-        for canon_set in normalize_canon_sets(sets or (SETS if model == "nope" else DEFAULT_SETS)):
+        for canon_set in normalize_canon_sets(sets or SETS.get(model, DEFAULT_SETS)):
             yield from (Case(model, canon_set, backend) for backend in BACKENDS)
 
 
@@ -172,7 +204,7 @@ def _passes(row: Row) -> tuple[Row, Row]:
 
 
 def _args(row: Row) -> ModelArgs:
-    return Case(row["model"], row["canon_set"], row["backend"]).args
+    return _case(row).args
 
 
 def _step(row: Row) -> StepCounts:

@@ -142,29 +142,34 @@ def min_block_bytes(args: ModelArgs, itemsize: int) -> dict[str, tuple[int, int]
 
     (forward, backward), with one kernel per site that reads and writes every operand once. A, C:
     norm, Canon, stream. B: Canon, QK-norm, rotation. D: Canon, activation. residual: the last sum.
+    Q, K and V are parts of B. O and F are computed with the sum that follows them: only backward
+    reads their inputs and writes their gradients, which are no longer those of the stream.
     """
     dim = args.dim
     width = args.ffn_dim
     gated = args.ffn == "gated"
 
-    # B: the channels of q, k and v that are changed, and whether backward reads the inputs.
-    if "B" in args.canon_set:
-        changed = sum(args.qkv_dims)
-        reads_inputs = True
-    elif args.qk_norm != "none":
-        changed = sum(args.qkv_dims[:2])
-        reads_inputs = True
-    else:
-        rope_heads = args.num_heads // args.rope_share if args.rope_dim else 0
-        changed = rope_heads * args.head_dim * (args.num_heads + args.kv_heads) // args.num_heads
-        reads_inputs = False
+    # B: the channels of q, k and v that are changed, and those of which backward reads the inputs.
+    changed = 0
+    read_again = 0
+    for site, num_channels in zip("QKV", args.qkv_dims, strict=True):
+        is_normed = args.qk_norm != "none" and site != "V"
+        if is_normed or {"B", site} & {*args.canon_set}:
+            changed += num_channels
+            read_again += num_channels
+        elif args.rope_dim and site != "V":
+            changed += num_channels // args.rope_share
+
+    def if_canon(site: str, number: int) -> int:
+        return number if site in args.canon_set else 0
 
     values = {
         "A": (2 * dim, (3 + 3) * dim),  # backward: three matmuls' gradients, h, stream in, out
-        "B": (2 * changed, (2 + reads_inputs) * changed),
+        "B": (2 * changed, 2 * changed + read_again),
         "C": (4 * dim, (1 + gated + 3) * dim),
         "D": ((3 if gated else 2) * width, (5 if gated else 3) * width),
-        "residual": (3 * dim, 0),
+        "O": (0, if_canon("O", 2 * dim)),
+        "residual": (3 * dim, if_canon("F", 3 * dim)),
     }
     return {site: (a * itemsize, b * itemsize) for site, (a, b) in values.items()}
 

@@ -348,6 +348,14 @@ def test_lower_bounds_equal_counts_by_hand():
     rope = dataclasses.replace(nope, position="rope")
     assert limits.min_canon_bytes(rope, 2) == 2 * (2 + 3) * 2048 + 2 * 4096
 
+    # K and V of 2048 channels: read and written, and backward reads them again. O and F in the sums
+    # after them: backward reads and writes; F's gradient of the sum is read as well.
+    places = dataclasses.replace(nope, canon_set="FKOV")
+    assert limits.min_canon_bytes(places, 2) == 2 * 2048 * (2 * 5 + 2 + 3)
+    # the queries rotate with and without Canon-K, the keys are read again
+    keys = dataclasses.replace(rope, canon_set="K")
+    assert limits.min_canon_bytes(keys, 2) == 2 * 2048
+
     block = limits.block_flops_per_token(nope, 4096)
     head_and_norm = 6 * (nope.vocab_size * nope.dim + nope.dim)
     assert nope.num_layers * block + head_and_norm == flops_per_token(nope, 4096)

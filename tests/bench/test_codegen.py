@@ -10,16 +10,17 @@ from importlib.metadata import version
 import pytest
 
 from canon_pretrain.model.args import flavor
-from tests.bench.codegen import PAGE, RECORD, computed, page
+from canon_pretrain.titan.costs import auto_backend
+from tests.bench.codegen import PAGE, RECORD, Case, computed, page, with_recorded_rows
 from tests.bench.limits import min_block_bytes
-from tests.support import ROOT
+from tests.support import ROOT, refused
 
 RECORDED = json.loads(RECORD.read_text())
 SOME_MODELS = ("nope", "released_1b")
 OTHER_MODELS = ("rope_documents", "rope_standard_gelu")
 
 
-def _count(folder, models):
+def _count(folder, models, canon_set="ABCD"):
     """Count the blocks again; skip if the record is of other versions."""
     for package, expected in RECORDED["versions"].items():
         if version(package) != expected:
@@ -30,7 +31,7 @@ def _count(folder, models):
     subprocess.run(
         [
             *(sys.executable, "-m", "tests.bench", "codegen"),
-            *("--models", *models, "--sets", "ABCD", "--json", str(file)),
+            *("--models", *models, "--sets", canon_set, "--json", str(file)),
         ],
         cwd=ROOT,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
@@ -77,6 +78,69 @@ def test_no_figure_of_other_blocks_rises(tmp_path):
     rows = _count(tmp_path, OTHER_MODELS)
     assert len(rows) == 3 * len(OTHER_MODELS)
     _assert_no_figure_rises(rows)
+
+
+@pytest.mark.system
+def test_figures_of_other_places_do_not_rise(tmp_path):
+    rows = _count(tmp_path, ["rope"], "FKOV")
+    assert len(rows) == 3
+    _assert_no_figure_rises(rows)
+
+
+@pytest.mark.parametrize("canon_set", ["FKOV", "ABCDFO", "ABCD"])
+def test_auto_takes_the_backend_that_costs_least(canon_set):
+    """In bytes and time of a step, in every model that is recorded."""
+    rows = [row for row in RECORDED["rows"] if row["canon_set"] == canon_set]
+    models = dict.fromkeys(row["model"] for row in rows)
+    assert "nope" in models
+    for model in models:
+        by_backend = {row["backend"]: row for row in rows if row["model"] == model}
+        taken = auto_backend(Case(model, canon_set, "auto").args)
+        (other,) = by_backend.keys() - {taken}
+        costs = computed(by_backend[taken], RECORDED["rows"])
+        other_costs = computed(by_backend[other], RECORDED["rows"])
+        assert costs["total_kib"] <= other_costs["total_kib"], model
+        assert costs["seconds"][1] <= other_costs["seconds"][1], model
+
+
+@pytest.mark.parametrize("canon_set", ["FKOV", "ABCDFO", "ABCD"])
+def test_triton_launches_less_than_compiled(canon_set):
+    def launches(backend, direction):
+        counts = _recorded("nope", canon_set, backend)[direction]
+        return counts["launches"] + counts["operators"]
+
+    for direction in ("forward", "backward"):
+        assert launches("triton", direction) < launches("compiled", direction)
+
+
+def test_other_places_keep_their_inputs_for_backward():
+    """K, V, O and F have D channels each, in bfloat16; nothing else is kept, and taps are few."""
+    without = _recorded("nope", "", "compiled")
+    places = _recorded("nope", "FKOV", "triton")
+    assert places["saved_bytes"] - without["saved_bytes"] == pytest.approx(4 * 2048 * 2, rel=1e-3)
+    # a kernel of ours for each site
+    assert places["forward"]["operators"] == places["backward"]["operators"] == 4
+
+
+def _recorded(model, canon_set, backend):
+    (row,) = (
+        row
+        for row in RECORDED["rows"]
+        if (row["model"], row["canon_set"], row["backend"]) == (model, canon_set, backend)
+    )
+    return row
+
+
+def test_a_part_of_the_record_can_be_renewed():
+    counted = RECORDED["rows"][3] | {"saved_bytes": 1}
+    new = RECORDED["rows"][3] | {"canon_set": "K"}
+    result = RECORDED | {"rows": [new, counted]}
+
+    merged = with_recorded_rows(result, RECORDED)["rows"]
+
+    assert merged == [*RECORDED["rows"][:3], counted, *RECORDED["rows"][4:], new]
+    with refused("bench.codegen", given={"torch": "0"}):
+        with_recorded_rows(result, RECORDED | {"versions": {"torch": "0"}})
 
 
 def test_the_page_is_current():

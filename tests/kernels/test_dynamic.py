@@ -14,8 +14,10 @@ from tests.canon_inputs import KINDS, PLAIN, every_kind, randoms, segments_of
 RANK = 5
 
 
-def by_loops(x_BTC, weight_CRK, *, z_BTR, residual, activation, segments_BN=None):
+def by_loops(x_BTC, weight_CRK, *, z_BTR, residual, activation, segments_BN=None, num_heads=0):
     """Compute the formula, a token and a tap at a time."""
+    if num_heads:
+        z_BTR, weight_CRK = as_ranks(z_BTR, weight_CRK, num_heads)
     num_taps = weight_CRK.shape[2]
     rows = []
     for t in range(x_BTC.shape[1]):
@@ -34,6 +36,17 @@ def by_loops(x_BTC, weight_CRK, *, z_BTR, residual, activation, segments_BN=None
             total = x_BTC[:, t] + total
         rows.append(total)
     return torch.stack(rows, dim=1)
+
+
+def as_ranks(z_BTR, weight_C1K, num_heads):
+    """Return z and weight of low rank for taps of heads: a rank per head and tap, one of static."""
+    num_channels, _, num_taps = weight_C1K.shape
+    selected = torch.zeros(num_channels, num_heads * num_taps, num_taps, dtype=weight_C1K.dtype)
+    for channel in range(num_channels):
+        head = channel // (num_channels // num_heads)
+        for tap in range(num_taps):
+            selected[channel, head * num_taps + tap, tap] = 1.0
+    return F.pad(z_BTR, (0, 1), value=1.0), torch.cat((selected, weight_C1K), dim=1)
 
 
 def derived(function, inputs, dy, **options):
@@ -66,12 +79,41 @@ def test_values_and_gradients_equal_the_loop(num_tokens, num_taps, backend, monk
         torch.testing.assert_close(computed, expected)
 
 
-@every_kind
-def test_bfloat16_rounds_taps_and_sums_once(kind):
-    *inputs, dy = inputs_of(129, 4, torch.bfloat16)
-    exact = derived(by_loops, [x.double() for x in inputs], dy.double(), **kind)
+def inputs_of_heads(num_tokens, num_taps, num_heads, dtype=torch.float64):
+    """Return x of 6 channels, z and a weight of taps of heads, and a gradient of the output."""
+    x_shape = (3, num_tokens, 6)
+    z_shape = (3, num_tokens, num_heads * num_taps)
+    return randoms(x_shape, z_shape, (6, 1, num_taps), x_shape, dtype=dtype)
 
-    computed = derived(canon_dynamic, inputs, dy, **kind)
+
+@pytest.mark.parametrize("backend", ["eager", "traced", "reference"])
+@pytest.mark.parametrize("num_heads", [1, 2, 6])
+@pytest.mark.parametrize(("num_tokens", "num_taps"), [(1, 4), (3, 4), (5, 2), (12, 7)])
+def test_taps_of_heads_equal_the_loop(num_tokens, num_taps, num_heads, backend, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: backend == "traced")
+    function = partial(canon, backend="reference") if backend == "reference" else canon
+    *inputs, dy = inputs_of_heads(num_tokens, num_taps, num_heads)
+
+    for kind, every in itertools.product(KINDS, (0, 3)):
+        segments = segments_of(num_tokens, num_taps - 1, every)
+        options = {"segments_BN": segments, "num_heads": num_heads, **kind}
+
+        computed = derived(function, inputs, dy, **options)
+
+        expected = derived(by_loops, inputs, dy, **options)
+        torch.testing.assert_close(computed, expected)
+
+
+@every_kind
+@pytest.mark.parametrize("num_heads", [0, 2])
+def test_bfloat16_rounds_taps_and_sums_once(kind, num_heads):
+    *inputs, dy = inputs_of(129, 4, torch.bfloat16)
+    if num_heads:
+        *inputs, dy = inputs_of_heads(129, 4, num_heads, torch.bfloat16)
+    options = kind | {"num_heads": num_heads}
+    exact = derived(by_loops, [x.double() for x in inputs], dy.double(), **options)
+
+    computed = derived(canon_dynamic, inputs, dy, **options)
 
     assert {tensor.dtype for tensor in computed} == {torch.bfloat16}
     for ours, true in zip(computed, exact, strict=True):
@@ -95,13 +137,17 @@ def saved_bytes(function, inputs, **options):
     return sum(storage.nbytes() for storage in saved.values())
 
 
+@pytest.mark.parametrize("num_heads", [0, 4])
 @pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.system)])
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_no_taps_are_saved_for_backward(compiles):
+def test_no_taps_are_saved_for_backward(compiles, num_heads):
     inputs = randoms((2, 64, 32), (2, 64, RANK), (32, RANK, 4), dtype=torch.float32)
+    if num_heads:
+        inputs = randoms((2, 64, 32), (2, 64, 4 * 4), (32, 1, 4), dtype=torch.float32)
     segments = torch.zeros(2, 67).int()
     options = {"residual": True, "activation": True, "segments_BN": segments}
+    options["num_heads"] = num_heads
     function = canon_dynamic
     if compiles:
         torch.compiler.reset()

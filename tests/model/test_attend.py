@@ -28,7 +28,9 @@ SEGMENTS = torch.tensor(
 
 
 def _args(position, kv_heads=0):
-    return replace(BASE, position=position, num_kv_heads=kv_heads)
+    """Return the args of a position, such as "h_alibi 3": with windows in 3 heads."""
+    name, _, windows = position.partition(" ")
+    return replace(BASE, position=name, num_kv_heads=kv_heads, h_alibi_heads=int(windows or 0))
 
 
 def _inputs(args, num_tokens=NUM_TOKENS):
@@ -56,7 +58,7 @@ def flash_attn():
 
 @pytest.mark.parametrize("kv_heads", [0, 2])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("position", ["nope", "alibi", "h_alibi"])
+@pytest.mark.parametrize("position", ["nope", "alibi", "h_alibi", "h_alibi 1", "h_alibi 4"])
 def test_other_backends_and_chunks_equal_sdpa(flash_attn, position, masked, kv_heads):
     args = _args(position, kv_heads)
     segments = SEGMENTS if masked else None
@@ -66,7 +68,7 @@ def test_other_backends_and_chunks_equal_sdpa(flash_attn, position, masked, kv_h
     torch.testing.assert_close(_attend(args, q, k, v, segments, "flex"), expected)
 
     backends = ["cudnn", "flex"]
-    if not masked and position != "h_alibi":
+    if not masked and not args.num_windowed:
         backends.append("flash_attn")
     for backend in backends:
         attend = Attend(args, backend)
@@ -77,6 +79,23 @@ def test_other_backends_and_chunks_equal_sdpa(flash_attn, position, masked, kv_h
             mask = attend.mask(num_queries, segments, NUM_TOKENS, CPU)
             y = attend(q[:, -num_queries:], k, v, mask)
             torch.testing.assert_close(y, expected[:, -num_queries:])
+
+
+@pytest.mark.parametrize(("h_alibi_heads", "expected"), [(0, 2), (1, 1), (3, 3), (4, 4)])
+def test_windows_of_h_alibi_are_in_the_first_heads(h_alibi_heads, expected):
+    """A query far behind a spike of the values sees it in heads without a window only."""
+    args = replace(BASE, position="h_alibi", h_alibi_heads=h_alibi_heads)
+    q, k, v = _inputs(args)
+    v = torch.zeros_like(v)
+    v[:, 2] = 1.0
+
+    y = _attend(args, q, k, v, None)
+
+    # token 2 + d sees token 2 in head h = 1 .. of those with a window if d < h
+    for head in range(args.num_heads):
+        window = head + 1 if head < expected else NUM_TOKENS
+        sees = y[:, :, head].ne(0).all(dim=-1).tolist()
+        assert sees == [[0 <= t - 2 < window for t in range(NUM_TOKENS)]] * 2
 
 
 def test_alibi_keeps_distances_in_bfloat16():

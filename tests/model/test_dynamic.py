@@ -19,6 +19,8 @@ from tests.variants import BASE, build, random_tokens
 
 MIXERS = {
     "attention": {"canon_set": "ABCD", "num_kv_heads": 2},
+    "heads": {"canon_set": "KOQV", "num_kv_heads": 2, "canon_filter": "dynamic_heads"},
+    "heads_gla": {"mixer": "gla", "canon_set": "AKQ", "canon_filter": "dynamic_heads"},
     "gla": {"mixer": "gla", "canon_set": "ABCD"},
     "gated_deltanet": {"mixer": "gated_deltanet", "canon_set": "ACD", "mixer_conv": True},
     "mamba2": {"mixer": "mamba2", "canon_set": "AB", "state_dim": 8},
@@ -60,6 +62,12 @@ def test_initial_filters_move_from_the_first_step(name):
     model(random_tokens(args, 2, 21)).square().sum().backward()
 
     parameters = dict(model.named_parameters())
+    if args.canon_filter == "dynamic_heads":
+        rows = [p for name, p in parameters.items() if name.endswith(".per_head")]
+        assert len(rows) == 2 * len({*"QKV"} & {*args.canon_set})
+        assert all(p.abs().sum() == 0 and p.grad.abs().sum() > 0 for p in rows)
+        return
+
     ups = [p for name, p in parameters.items() if name.endswith(".up")]
     assert len(ups) == 2 * len(args.canon_set)
     assert all(p.grad.abs().sum() > 0 for p in ups)

@@ -12,9 +12,13 @@ from dataclasses import replace
 import pytest
 import torch
 from transformers.models.inkling.modeling_inkling import InklingShortConvolution
-from transformers.models.inkling2.modeling_inkling2 import Inkling2ShortConvolution
+from transformers.models.inkling2.modeling_inkling2 import (
+    Inkling2DynamicShortConvolution,
+    Inkling2ShortConvolution,
+)
 
 from canon_pretrain.model.args import CANON_SITES, ModelArgs
+from canon_pretrain.model.cache import Context, LayerCache
 from canon_pretrain.model.canon import Canon
 from canon_pretrain.model.canon_check import training_cases, training_problem
 from canon_pretrain.model.transformer import Transformer
@@ -67,6 +71,102 @@ def test_a_place_equals_inkling(site, taps):
 def test_a_scaled_place_equals_inkling2(site, taps):
     args = replace(BASE, canon_set="FKOV", canon_kernel=taps, num_kv_heads=2, canon_scale="sqrt")
     compare_with(Inkling2ShortConvolution, Canon(args, site))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("taps", [2, 4])
+@pytest.mark.parametrize("site", "KV")
+def test_filters_of_heads_equal_inkling2(site, taps, kv_heads):
+    """Values and gradients, of rows longer and shorter than the kernel."""
+    args = replace(
+        BASE,
+        canon_set="KV",
+        canon_filter="dynamic_heads",
+        canon_scale="sqrt",
+        canon_kernel=taps,
+        num_kv_heads=kv_heads,
+    )
+    canon = Canon(args, site)
+    assert canon.per_head is not None
+    torch.nn.init.normal_(canon.per_head, std=0.1, generator=torch.Generator().manual_seed(1))
+    channels = kv_heads * args.head_dim
+    other = Inkling2DynamicShortConvolution(
+        channels, args.dim, kv_heads, taps, layer_idx=0, conv_idx=0
+    )
+
+    # their first tap is the current token's, our last
+    def reversed_taps(rows):
+        return rows.unflatten(0, (kv_heads, taps)).flip(1).flatten(0, 1)
+
+    with torch.no_grad():
+        other.static_weight.copy_(canon.weight[:, 0].T.flip(0))
+        other.weight_proj.weight.copy_(reversed_taps(canon.per_head))
+
+    for num_tokens in (1, 2, 9):
+        x = torch.randn(2, num_tokens, channels, requires_grad=True)
+        source = torch.randn(2, num_tokens, args.dim, requires_grad=True)
+        y_grad = torch.randn(x.shape)
+        (ours,) = canon((x,), source_BTD=source)
+        expected = other(x, source)
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
+
+        weights = (canon.weight, canon.per_head)
+        dx, dsource, dweight, dheads = torch.autograd.grad(ours, (x, source, *weights), y_grad)
+        their_weights = (other.static_weight, other.weight_proj.weight)
+        their_grads = torch.autograd.grad(expected, (x, source, *their_weights), y_grad)
+        our_grads = (dx, dsource, dweight[:, 0].T.flip(0), reversed_taps(dheads))
+        for grad, expected_grad in zip(our_grads, their_grads, strict=True):
+            torch.testing.assert_close(grad, expected_grad, rtol=1e-6, atol=1e-5)
+
+
+@torch.no_grad()
+def test_filters_of_heads_decode_as_inkling2():
+    """A token at a time with our cache, against their whole row."""
+    args = replace(BASE, canon_set="K", canon_filter="dynamic_heads", canon_scale="sqrt")
+    canon = Canon(args, "K")
+    torch.nn.init.normal_(canon.per_head, std=0.1, generator=torch.Generator().manual_seed(1))
+    other = Inkling2DynamicShortConvolution(args.dim, args.dim, 4, 4, layer_idx=0, conv_idx=0)
+    other.static_weight.copy_(canon.weight[:, 0].T.flip(0))
+    rows = canon.per_head.unflatten(0, (4, 4)).flip(1).flatten(0, 1)
+    other.weight_proj.weight.copy_(rows)
+    x = torch.randn(2, 9, args.dim)
+    source = torch.randn(2, 9, args.dim)
+
+    context = Context(cache=LayerCache())
+    outputs = []
+    for chunk in (slice(0, 3), *(slice(t, t + 1) for t in range(3, 9))):
+        outputs += canon((x[:, chunk],), context, source[:, chunk])
+
+    torch.testing.assert_close(torch.cat(outputs, dim=1), other(x, source), rtol=0, atol=1e-6)
+
+
+def test_filters_of_heads_are_of_queries_keys_and_values_only():
+    args = replace(BASE, canon_set="FKOQV", canon_filter="dynamic_heads", num_kv_heads=2)
+    block = Transformer(args).layers["0"]
+    # a row per head and tap
+    assert block.attention.canon_q.per_head.shape == (4 * 4, args.dim)
+    assert block.attention.canon_k.per_head.shape == (2 * 4, args.dim)
+    assert block.attention.canon_v.per_head.shape == (2 * 4, args.dim)
+    assert block.canon_o.per_head is None
+    assert block.canon_f.per_head is None
+
+    # of the sum at the static sites K + 1 terms, at the others 2 K + 1
+    scaled = replace(args, canon_scale="sqrt")
+    assert [round(scaled.canon_factor_at(site) ** -2) for site in "FKOQV"] == [5, 9, 5, 9, 9]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("canon_filter", {"canon_set": "ABCD"}),
+        ("canon_filter", {"canon_set": "FO"}),
+        ("canon_filter", {"canon_set": "K", "mixer": "a.py:Own"}),
+        ("canon_trainable", {"canon_set": "K", "canon_trainable": False}),
+    ],
+)
+def test_filters_of_heads_need_heads(name, changes):
+    with refused("model.conflict", name=name):
+        ModelArgs(canon_filter="dynamic_heads", **changes)
 
 
 @pytest.mark.parametrize("site", "ABCD")

@@ -217,6 +217,9 @@ def test_equivalent_args_are_equal():
         assert ModelArgs(canon_set=canon_set) == ModelArgs(canon_set="AC")
     assert ModelArgs(num_heads=8, num_kv_heads=8) == ModelArgs(num_heads=8)
     assert ModelArgs(num_heads=8, num_kv_heads=4) != ModelArgs(num_heads=8)
+    h_alibi = ModelArgs(num_heads=12, dim=96, position="h_alibi")
+    assert replace(h_alibi, h_alibi_heads=6) == h_alibi
+    assert replace(h_alibi, h_alibi_heads=4) != h_alibi
 
 
 # the last key is the one that is refused
@@ -227,6 +230,8 @@ OUT_OF_RANGE = [
     {"num_kv_heads": -1},
     ROPE_C | {"partial_rope_dim": 64},
     ROPE_C | {"partial_rope_dim": 7},
+    {"position": "h_alibi", "h_alibi_heads": 33},
+    {"position": "h_alibi", "h_alibi_heads": -1},
     {"vocab_size": 0},
     {"num_heads": 0},
     {"norm_eps": 0.0},
@@ -241,6 +246,7 @@ OUT_OF_RANGE = [
 # each alone is refused: it needs another option
 CONFLICTS = {
     "partial_rope_dim": 32,
+    "h_alibi_heads": 4,
     "canon_kernel": 3,
     "canon_residual": False,
     "canon_trainable": False,
@@ -270,6 +276,7 @@ ONLY_SOME_MIXERS = [
     ("num_kv_heads", RECURRENT, {"num_kv_heads": 2}),
     ("bias", RECURRENT, {"bias": True}),
     ("partial_rope_dim", [GLA], {"partial_rope_dim": 8}),
+    ("h_alibi_heads", RECURRENT, {"h_alibi_heads": 2}),
     ("mixer_conv", RECURRENT, {"mixer_conv": True, "canon_set": "AB"}),
     ("mixer_conv", [ATTENTION], {"mixer_conv": True}),
     ("expand_k", [ATTENTION, MAMBA2], {"expand_k": 1.0}),

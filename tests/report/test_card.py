@@ -35,6 +35,18 @@ def readme(files):
     return files["README.md"].decode()
 
 
+def architecture_rows(folder, **model):
+    """Return the rows of a card on the architecture with these keys of [model], and its tags."""
+    identity = {f"model__{name}": value for name, value in model.items()}
+    run = plant_run(folder, [], **identity)
+    text = readme(card(run, 10))
+    table = text.split("## Architecture")[1].split("##")[0]
+    tokens = MarkdownIt("gfm-like", {"linkify": False}).parse(table)
+    cells = [token.content for token in tokens if token.type == "inline"]
+    cells = cells[cells.index("parameters") :]
+    return dict(zip(cells[::2], cells[1::2], strict=True)), ModelCard(text).data.tags
+
+
 @pytest.fixture
 def run(tmp_path):
     """A run of 200 steps, sampled and evaluated at steps 100 and 200, in a folder `secret`."""
@@ -161,6 +173,107 @@ def test_a_card_names_guesses_at_the_chance_of_the_items(tmp_path):
     text = readme(card(run, 10))
 
     assert "guessing: piqa acc (chance 0.500)" in text
+
+
+@pytest.fixture(scope="module")
+def plain_rows(tmp_path_factory):
+    rows, _ = architecture_rows(tmp_path_factory.mktemp("plain"))
+    return rows
+
+
+FILTERS = ("static", "dynamic", "scalar", "shift")
+PATTERN = {
+    "num_layers": 5,
+    "pattern": ["fast", "fast", "near"],
+    "layers": {
+        "fast": {
+            "mixer": "gated_deltanet",
+            "num_heads": 4,
+            "expand_k": 0.5,
+            "expand_v": 1.0,
+            "canon_set": "AB",
+        },
+        "near": {"window": 16},
+    },
+}
+OPTIONS = [
+    *(("Canon layers", {"canon_set": sites}) for sites in ("FKOQV", "FO", "Q", "A", "")),
+    *(
+        ("Canon layers", {"canon_filter": name, "canon_scale": scale, "canon_kernel": 2})
+        for name in FILTERS
+        for scale in ("none", "sqrt")
+    ),
+    ("Canon layers", {"canon_set": "KO", "canon_filter": "dynamic_heads"}),
+    (
+        "Canon layers",
+        {"canon_set": "KO", "canon_filter": "dynamic_heads", "canon_scale": "sqrt"},
+    ),
+    ("Canon layers", {"canon_residual": False}),
+    ("Canon layers", {"canon_activation": True}),
+    ("Canon layers", {"canon_trainable": False}),
+    ("smear", {"smear": True}),
+    ("mixer", {"window": 1024}),
+    ("mixer", {"qk_norm": "per_head"}),
+    *(("positions", {"position": "h_alibi", "h_alibi_heads": heads}) for heads in (0, 1, 3)),
+]
+"""The row of a card that an option changes, and the option."""
+
+
+def test_an_option_changes_its_row_of_a_card_only(tmp_path, plain_rows):
+    texts = []
+    for i, (label, changes) in enumerate(OPTIONS):
+        rows, _ = architecture_rows(tmp_path / f"{i}", **changes)
+        changed = {name for name in rows if rows[name] != plain_rows.get(name)}
+        assert changed - {"parameters"} == {label}, changes
+        assert rows.keys() >= plain_rows.keys()
+        texts.append(rows[label])
+    assert len({*texts}) == len(texts)
+
+
+def test_the_numbers_of_an_architecture_are_on_its_card(tmp_path, plain_rows):
+    smeared, _ = architecture_rows(tmp_path / "smear", smear=True)
+    # a weight for each of the gate's channels, and the scale
+    number, plain_number = (int(x["parameters"].replace(",", "")) for x in (smeared, plain_rows))
+    assert number - plain_number == 13
+    assert "12" in smeared["smear"]
+
+    near, _ = architecture_rows(tmp_path / "near", window=1024)
+    assert near["mixer"].startswith(plain_rows["mixer"])
+    assert "1,024" in near["mixer"]
+
+    # the terms of the sums: two taps of the token for each of four, and the residual
+    scaled = {"canon_set": "KO", "canon_filter": "dynamic_heads", "canon_scale": "sqrt"}
+    rows, _ = architecture_rows(tmp_path / "scaled", **scaled)
+    assert "9 or 5;" in rows["Canon layers"]
+
+
+def test_a_card_has_a_row_for_each_kind_of_layer(tmp_path, plain_rows):
+    """And one for what all kinds have in common, with the order of the layers."""
+    rows, tags = architecture_rows(tmp_path / "run", **PATTERN)
+
+    kinds = ("fast", "near")
+    canon = {kind: rows[f"Canon layers, layers {kind}"] for kind in kinds}
+    mixers = {kind: rows[f"mixer, layers {kind}"] for kind in kinds}
+    assert not {"mixer", "Canon layers"} & rows.keys()
+    for label in ("positions", "feed-forward", "norm"):
+        assert rows[label] == plain_rows[label]
+    assert "Canon-AB:" in canon["fast"]
+    assert "Canon-ABCD:" in canon["near"]
+    assert "16" in mixers["near"]
+    order = rows["order of the layers"]
+    assert order.endswith("4 fast, 1 near")
+    assert tags == ["canon_pretrain", "gated_deltanet", "attention", "nope"]
+
+
+def test_a_card_names_a_mixer_of_the_users_own(tmp_path):
+    """By its class and its file's name, of which hostile ones break no table."""
+    file = tmp_path / "run" / "mixers" / "a|b.py"
+    file.parent.mkdir(parents=True)
+    example = ROOT / "train_configs" / "mixers" / "decaying_average.py"
+    file.write_bytes(example.read_bytes())
+    rows, tags = architecture_rows(tmp_path / "run", mixer="a|b.py:DecayingAverage")
+    assert "(a|b.py:DecayingAverage)" in rows["mixer"]
+    assert tags == ["canon_pretrain", "DecayingAverage", "nope"]
 
 
 def test_a_card_of_a_synthetic_task(tmp_path):

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from canon_pretrain.core.lock import LinkLock
-from canon_pretrain.report.export import TensorBoardTarget, copy
+from canon_pretrain.report.export import TensorBoardTarget, copy, run_metadata
 from canon_pretrain.report.record import RunRecord
 from canon_pretrain.run import background
 from canon_pretrain.run.background import LiveExports
@@ -182,6 +182,23 @@ def test_tensorboard_shows_one_clean_curve(killed_twice, capsys):
 
     assert export("tensorboard", killed_twice, "--out", killed_twice / "elsewhere") == 0
     assert files_of(killed_twice / "elsewhere" / "tb") == {name: first[name]}
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ({"model__canon_set": "FKOV"}, ("nope", "canonFKOV")),
+        ({"model__mixer": "gla", "model__canon_set": ""}, ("gla", "no-canon")),
+        (
+            {"model__pattern": ["gla", "gla", "mixers/my.py:Own"]},
+            ("gla", "my.py:Own", "canonABCD"),
+        ),
+    ],
+)
+def test_tags_name_the_architecture(tmp_path, model, expected):
+    run = plant_run(tmp_path / "run", [], **model)
+    metadata = run_metadata(RunRecord(run.path), [])
+    assert metadata.tags == ("quickstart", *expected)
 
 
 def test_tensorboard_is_followed_over_launches(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """What `run status`, `run diff` and `eval compare` print."""
 
+import json
 import re
 from io import StringIO
 from pathlib import Path
@@ -12,6 +13,7 @@ from canon_pretrain.report.status import overview, summarize_run
 from eval.__main__ import main as eval_main
 from tests.board_runs import BOARD, curve, plant_board
 from tests.checkpoint_folders import make_step
+from tests.report.test_card import OPTIONS, PATTERN, architecture_rows
 from tests.report_runs import (
     ACC,
     NOW,
@@ -104,3 +106,12 @@ def test_playground_report(tmp_path, snapshot):
     playground(["report", str(path), "--out", str(tmp_path)])
     page = (tmp_path / "report.md").read_text()
     assert re.sub(r"(page written \| )[^ ]+", r"\1TIME", page) == snapshot
+
+
+def test_architectures_on_a_card(tmp_path, snapshot):
+    described = {}
+    for i, (label, changes) in enumerate(OPTIONS):
+        rows, _ = architecture_rows(tmp_path / f"{i}", **changes)
+        described[json.dumps(changes)] = rows[label]
+    described["pattern"], _ = architecture_rows(tmp_path / "pattern", **PATTERN)
+    assert described == snapshot

@@ -58,6 +58,7 @@ MOE = {"model.ffn": "moe", "model.canon_set": "ABC"}
 GLA = {"model.mixer": "gla", "model.position": "nope"}
 MAMBA2 = {"model.mixer": "mamba2", "model.position": "nope", "model.canon_set": "AB"}
 ROTARY = {"model.position": "partial_rope_c"}
+H_ALIBI = {"model.position": "h_alibi"}
 
 
 def task(name):
@@ -124,6 +125,7 @@ NUMBERS = {
     "model.moe_capacity": ("off: no token is dropped", MODEL, MOE),
     "model.moe_balance_rate": ("off: the load is not evened", MODEL, MOE),
     "model.norm_eps": (MODEL, MODEL),
+    "model.h_alibi_heads": ("half of the heads", MODEL, H_ALIBI),
     "model.partial_rope_dim": ("a quarter of each head", MODEL, ROTARY),
     "model.rope_theta": (MODEL, MODEL),
     "model.window": ("off: all tokens", MODEL),

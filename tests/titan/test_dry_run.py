@@ -12,7 +12,7 @@ from canon_pretrain.machine import memory
 from canon_pretrain.model.counts import active_parameters, num_parameters
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.sections import Loss
-from canon_pretrain.titan import dry_run
+from canon_pretrain.titan import costs, dry_run
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.costs import block_bytes, count_saved, head_bytes
 from canon_pretrain.titan.data import open_shards
@@ -30,6 +30,7 @@ from canon_pretrain.titan.dry_run import (
 from canon_pretrain.titan.spec import head_loss
 from canon_pretrain.train import main
 from tests.support import ROOT, debug_run, error_codes, refused, write_split
+from tests.variants import variant
 
 CONFIGS = ROOT / "train_configs"
 
@@ -400,3 +401,26 @@ def test_a_compiled_block_keeps_less(mixer, is_gpu):
 
     kept = compiled_memory["activations"] / eager_memory["activations"]
     assert 0.3 < kept < 1
+
+
+@pytest.mark.parametrize(
+    ("words", "reach"),
+    [("nope smear documents", 1), ("AC k3 documents", 2), ("nope smear", None)],
+)
+def test_a_traced_block_receives_segments_as_in_the_model(words, reach, monkeypatch):
+    """Of the tokens, and of those before them on which a layer depends."""
+    args = variant(words)
+    expected = None if reach is None else (1, reach + args.max_seq_len)
+    received = []
+
+    class Received(Exception):
+        """Ends the trace before anything is compiled."""
+
+    def context(*, segments_BN):
+        received.append(None if segments_BN is None else tuple(segments_BN.shape))
+        raise Received
+
+    monkeypatch.setattr(costs, "Context", context)
+    with pytest.raises(Received):
+        costs.trace_block(args, torch.float32, "compiled", None)
+    assert received == [expected]

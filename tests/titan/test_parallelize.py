@@ -27,6 +27,7 @@ from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.sections import Loss
 from canon_pretrain.titan import parallelize as canon_choice
 from canon_pretrain.titan.command_line import parse_job
+from canon_pretrain.titan.costs import planned_backend
 from canon_pretrain.titan.job_config import CanonJobConfig
 from canon_pretrain.titan.parallelize import (
     BackendChoice,
@@ -145,6 +146,26 @@ def test_without_a_gpu_nothing_is_checked(data_folder, checks):
     assert choose_canon(auto, CPU, CODE) == BackendChoice("compiled", "auto")
     assert choose_canon(by_name, cuda, CODE) == BackendChoice("reference")
     assert choose_canon(without_canon, cuda, CODE) is None
+
+
+def test_auto_compiles_where_that_costs_less(data_folder, checks):
+    """Nothing is checked: there is no other backend to fall back to."""
+    cuda = torch.device("cuda")
+    job = gpu_job(data_folder, "--model.canon_set", "FKOV", "--model.qk_norm", "full")
+    assert choose_canon(job, cuda, CODE) == BackendChoice("compiled", "auto")
+    assert planned_backend(job) == "compiled"
+
+    by_name = gpu_job(
+        data_folder,
+        *("--model.canon_set", "K", "--model.qk_norm", "full", "--model.canon_backend", "triton"),
+    )
+    assert planned_backend(by_name) == "triton"
+    for options in (("FKOV", "none"), ("FOV", "full"), ("ABCD", "full")):
+        canon_set, qk_norm = options
+        other = gpu_job(data_folder, "--model.canon_set", canon_set, "--model.qk_norm", qk_norm)
+        assert planned_backend(other) == "triton"
+    without = gpu_job(data_folder, "--model.canon_set", "")
+    assert planned_backend(without) == "compiled"
 
 
 def test_a_pass_is_kept_until_what_it_depends_on_changes(alone, checks, data_folder, monkeypatch):
