@@ -1,9 +1,5 @@
 """Compare speeds on this machine, on the GPU if there is one.
 
-    canon bench step               a training step without Canon and with each Canon set
-    canon bench generate           greedy generation without Canon and with each Canon set
-    canon bench generate EXPORT    greedy generation by an export, and by transformers
-
 Two candidates run in alternating order, so that load of the machine affects both. Benches of
 kernels, mixers and backends are for authors: `python -m tests.bench`.
 """
@@ -58,10 +54,7 @@ Generate = Callable[[list[list[int]], int], list[list[int]]]
 
 @dataclass(frozen=True)
 class Row:
-    """The speed of a candidate.
-
-    `equal_answers`: the share of its answers that are those of transformers.
-    """
+    """The speed of a candidate; `equal_answers`: the share that equals transformers'."""
 
     name: str
     batch: int
@@ -186,7 +179,6 @@ def run_generate(arguments: argparse.Namespace) -> None:
 
 
 def _greedy(model: Any) -> Generate:
-    """Return greedy generation by `model`."""
     from canon_pretrain.model.decode import generate
 
     return lambda prompts, num_new: generate(model, prompts, max_new_tokens=num_new)

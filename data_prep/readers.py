@@ -169,10 +169,7 @@ class _Format(NamedTuple):
 
 
 class InputReader:
-    """Reader of `source_input` below `root`; `sha256` is "" until all is read.
-
-    `bytes_read`: of the file, so far.
-    """
+    """Reader of `source_input`; `sha256` is "" until all is read, `bytes_read` is so far."""
 
     def __init__(
         self,
@@ -190,10 +187,7 @@ class InputReader:
         self.sha256 = ""
 
     def rows(self) -> Rows:
-        """Yield the rows in the file's order; close the generator to close the file.
-
-        Raises UserError.
-        """
+        """Yield the rows in the file's order; close the generator to close it. Raises UserError."""
         self.sha256 = ""
         self.bytes_read = 0
         self._digest = hashlib.sha256()

@@ -1,7 +1,5 @@
 """Statistics of a finished data folder: counts, lengths, tokens, duplicates, groups.
 
-    canon data stats DATA [--html FILE] [--workers N]
-
 Every token is read once, with its CRC32. Duplicates are found by 8-byte BLAKE2b digests of the ids:
 for 97 million documents, the probability of a false duplicate is 0.0003.
 """

@@ -24,7 +24,7 @@ from canon_pretrain.run.status import StatusWriter
 from tests.commands import Command
 from tests.ranks import events, logged_step
 from tests.report_runs import evaluated, planted_run
-from tests.support import canon_stage, error_codes
+from tests.support import canon_stage, command_error, error_codes
 
 ROW = {
     "difference": -0.2, "bits_per_nat": 0.5, "num_clusters": 18, "num_runs": [2, 2],
@@ -340,11 +340,7 @@ def test_a_fork_prints_the_error_of_its_function(capfd):
     def refuse():
         raise UserError("test.refused", "no")
 
-    with pytest.raises(SystemExit) as stop:
-        trial._in_fork(refuse)
-
-    assert stop.value.code == 2
-    assert error_codes(capfd.readouterr().err) == ["test.refused"]
+    assert command_error(capfd, trial._in_fork, refuse) == "test.refused"
 
 
 @pytest.mark.usefixtures("text", "quick_machine", "stopped_at_first_stage")

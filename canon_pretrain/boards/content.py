@@ -288,7 +288,6 @@ class BoardContent:
 
 
 def board_content(plan: BoardPlan, now: datetime) -> BoardContent:
-    """Return all content of the page."""
     results, metrics = read_results(plan, now)
     lower = {task for task, metric in metrics.items() if metric.lower_is_better}
 

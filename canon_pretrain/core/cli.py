@@ -55,7 +55,6 @@ class Parser(argparse.ArgumentParser):
         return argument
 
     def error(self, message: str) -> NoReturn:
-        """Raise UserError."""
         raise usage_error(self.prog, message)
 
 

@@ -351,7 +351,6 @@ STYLES = {BETTER: "green", WORSE: "red"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `eval compare`."""
     add = parser.add_argument
     add(
         "pair",

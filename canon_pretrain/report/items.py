@@ -55,7 +55,6 @@ class Evaluation:
 
     @property
     def limit(self) -> int | None:
-        """See `Results.limit`."""
         return self.results.limit
 
     @property
@@ -137,7 +136,6 @@ class Scale:
 
     @classmethod
     def of(cls, metric: str) -> "Scale":
-        """Return the scale of a metric, by its name."""
         if "perplexity" in metric:
             return cls(is_log=True, factor=-1.0)
         if metric.startswith("bits_per"):

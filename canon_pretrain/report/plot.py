@@ -77,7 +77,6 @@ StyledCurves = Mapping[str, Sequence[StyledCurve]]  # name of a variant -> a cur
 
 
 def write_page(path: Path, content: Json) -> None:
-    """Write the page of `page_content`."""
     from canon_pretrain.core import page  # plotly takes a while to import
 
     plotted = {name: content[name] for name in ("runs", "entries", "sections")}

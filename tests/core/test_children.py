@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from canon_pretrain.core.children import (
     separate_sessions,
     start_child,
 )
-from tests.support import ROOT
+from tests.support import ROOT, wait_until
 
 SERVER = """
 import os, sys, time
@@ -51,14 +50,6 @@ def server():
     server = ForkServer([sys.executable, "-c", SERVER], {"PYTHONPATH": str(ROOT)})
     yield server
     server.close()
-
-
-def wait_until(condition, timeout_s=30):
-    """Poll until `condition()` is true."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def exit_code(child):
