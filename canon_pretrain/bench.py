@@ -187,7 +187,6 @@ def _greedy(model: Any) -> Generate:
 def _time_generation(
     loaders: Mapping[str, Callable[[], Generate]], vocab_size: int, batch: int, arguments: Any
 ) -> list[Row]:
-    """Return the rows of one batch size; `arguments` are those of the command."""
     import torch
 
     shape = (batch, arguments.prompt_tokens)
@@ -209,7 +208,6 @@ def _time_generation(
 
 
 def _compare(builders: Mapping[str, Callable[[], Step]], batch: int, num_tokens: int) -> list[Row]:
-    """Time steps of `batch` rows of `num_tokens` tokens."""
     timings = compare(builders, num_pairs=NUM_PAIRS, block_s=BLOCK_S)
     return [
         Row(

@@ -32,6 +32,7 @@ from canon_pretrain.core.children import end_with
 from canon_pretrain.core.cli import (
     EXIT_INTERRUPTED,
     command,
+    number_type,
 )
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import (
@@ -343,7 +344,6 @@ class Trial:
 
 
 def run_names(model: str) -> list[str]:
-    """Return the names of a model's runs."""
     return [f"{model}-seed{seed}" for seed in SEEDS]
 
 
@@ -427,6 +427,9 @@ def _stop(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
+_minutes = number_type(float, lambda number: 0 < number < math.inf, "a number above 0")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Does Canon help on your text? Train a model with Canon layers and one "
@@ -460,11 +463,3 @@ def run(arguments: argparse.Namespace) -> None:
         except KeyboardInterrupt:
             print("\nstopped: the same command continues")
             raise SystemExit(EXIT_INTERRUPTED) from None
-
-
-def _minutes(text: str) -> float:
-    """Parse a number of minutes, for argparse."""
-    number = float(text)
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}, expected a number above 0")
-    return number

@@ -368,7 +368,6 @@ class InputReader:
     # Parquet
 
     def _read_parquet(self, file: IO[bytes]) -> Rows:
-        """Yield the rows of a parquet file."""
         import pyarrow.parquet
 
         # Hash the file in a first pass, because rows need only some of the columns.
@@ -528,7 +527,6 @@ def _look_up(row: dict[str, Any], field: str) -> Any:
 
 
 def has_field(row: dict[str, Any], field: str) -> bool:
-    """Return whether a row of JSON has the field."""
     return _look_up(row, field) is not _MISSING
 
 

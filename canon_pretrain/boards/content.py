@@ -76,8 +76,6 @@ class ArmRow:
 
 @dataclass(frozen=True)
 class TaskRow:
-    """A task and what it is scored by."""
-
     task: str
     name: str
     lower_is_better: bool

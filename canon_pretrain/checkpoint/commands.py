@@ -121,7 +121,6 @@ def _find_folder(path: Path) -> tuple[Path, CheckpointFolder]:
 
 
 def run_list(arguments: Namespace) -> None:
-    """Print the checkpoints, and what else the folder holds."""
     run, folder, run_id = _find(arguments.run)
     # Steps that a scheduled evaluation needs: retention keeps their weights.
     held = {folder.step_path(step) for step in held_steps(run)}

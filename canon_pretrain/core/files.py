@@ -170,7 +170,6 @@ def find_record(path: Path, kind: type[T]) -> T | None:
 
 
 def sha256_text(text: str) -> str:
-    """Return the hex SHA-256 of a text in UTF-8."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -235,7 +235,6 @@ def _option_text(options: Mapping[str, Any], name: str) -> str:
 
 
 def differing_task_options(evaluations: Sequence[Evaluation], task: str) -> list[str]:
-    """Return the evaluation options of one task that differ."""
     differing = differing_options(evaluations, (*PER_RUN_KEYS, *PER_SUITE_KEYS))
     descriptions = [evaluation.described(task) for evaluation in evaluations]
     for name in ("version", "config_sha256"):

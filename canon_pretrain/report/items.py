@@ -115,7 +115,6 @@ class Evaluation:
         return float(score.value)
 
     def why_missing(self, key: ScoreKey) -> str:
-        """Return why `score` is None."""
         score = self._recorded(key)
         reason = f" ({score.why})" if score else ""
         return f"{self.run} has no {key.metric}{reason}"
@@ -220,7 +219,6 @@ class ItemCache:
         return chance
 
     def _read(self, folder: Path) -> dict[str, ItemsByFilter]:
-        """Return the items of a folder by task."""
         by_task: dict[str, ItemsByFilter] = {}
         for task, task_records in read_samples(folder).items():
             by_filter: dict[str, list[Record]] = {}

@@ -149,7 +149,6 @@ class _RunReader:
         return max(0.0, age_s) if math.isfinite(age_s) else None
 
     def summary(self) -> RunSummary:
-        """Read all files of the run."""
         summary = RunSummary(str(self.folder.path), problems=self.problems)
         if not self.folder.status_file.exists():
             self.problems.append(f"no {self.folder.status_file.name}")
@@ -213,7 +212,6 @@ class _RunReader:
             setattr(summary, name, getattr(status, name))
 
     def _state(self) -> tuple[str, str | None]:
-        """Return the state and its reason."""
         # Before status.json, a launch is known by the lock that it holds.
         status = self.status
         is_done = self.run.is_done
