@@ -63,6 +63,15 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 30) -> None:
         time.sleep(0.01)
 
 
+def is_running(pid: int) -> bool:
+    """Return whether a process exists and is no zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
 def token_documents(seed: int, count: int, length: int) -> list[np.ndarray]:
     """Return `count` learnable documents: each id follows from the last, with some noise.
 

@@ -656,7 +656,6 @@ def _curves(plan: BoardPlan, chosen: Mapping[Place, ShownRate]) -> list[CurveRow
 
 
 def _model(plan: BoardPlan, arm: str, by_place: Mapping[Place, Sequence[Result]]) -> ModelRow:
-    """Return the counts of an arm's model by task."""
     tasks = {}
     for task in plan.tasks:
         # All runs of a cell have the same model: the first that has started tells it.
