@@ -166,7 +166,7 @@ def read_board(path: Path) -> Board:
 
 
 def _with_mixer_paths(value: Any, folder: Path) -> Any:
-    """Make each FILE.py:Name in [model] absolute: from `folder`, else the working directory."""
+    """Return keys of [model], each FILE.py:Name absolute: from `folder`, else the working one."""
     if isinstance(value, dict):
         return {
             _with_mixer_paths(key, folder): _with_mixer_paths(inner, folder)
