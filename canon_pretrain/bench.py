@@ -1,9 +1,5 @@
 """Compare speeds on this machine, on the GPU if there is one.
 
-    canon bench step               a training step without Canon and with each Canon set
-    canon bench generate           greedy generation without Canon and with each Canon set
-    canon bench generate EXPORT    greedy generation by an export, and by transformers
-
 Two candidates run in alternating order, so that load of the machine affects both. Benches of
 kernels, mixers and backends are for authors: `python -m tests.bench`.
 """
@@ -58,10 +54,7 @@ Generate = Callable[[list[list[int]], int], list[list[int]]]
 
 @dataclass(frozen=True)
 class Row:
-    """The speed of a candidate.
-
-    `equal_answers`: the share of its answers that are those of transformers.
-    """
+    """The speed of a candidate; `equal_answers`: the share that equals transformers'."""
 
     name: str
     batch: int
@@ -186,7 +179,6 @@ def run_generate(arguments: argparse.Namespace) -> None:
 
 
 def _greedy(model: Any) -> Generate:
-    """Return greedy generation by `model`."""
     from canon_pretrain.model.decode import generate
 
     return lambda prompts, num_new: generate(model, prompts, max_new_tokens=num_new)
@@ -195,7 +187,6 @@ def _greedy(model: Any) -> Generate:
 def _time_generation(
     loaders: Mapping[str, Callable[[], Generate]], vocab_size: int, batch: int, arguments: Any
 ) -> list[Row]:
-    """Return the rows of one batch size; `arguments` are those of the command."""
     import torch
 
     shape = (batch, arguments.prompt_tokens)
@@ -217,7 +208,6 @@ def _time_generation(
 
 
 def _compare(builders: Mapping[str, Callable[[], Step]], batch: int, num_tokens: int) -> list[Row]:
-    """Time steps of `batch` rows of `num_tokens` tokens."""
     timings = compare(builders, num_pairs=NUM_PAIRS, block_s=BLOCK_S)
     return [
         Row(

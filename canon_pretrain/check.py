@@ -1,8 +1,5 @@
 """Prove a mixer right before anybody trains it.
 
-    canon check my_layers/average.py:Average [--model.KEY VALUE ...] [--json FILE]
-    canon check gated_deltanet
-
 A mixer is a class of your own, FILE.py:Name, or one of the built-in ones. The checks are those of
 model/mixer_check.py, on models of two layers; they take about half a minute on two cores. Exit code
 0: all pass; 1: one fails; 2: the class cannot be built.

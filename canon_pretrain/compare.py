@@ -447,10 +447,7 @@ def board_values(
 def continued_board(
     path: Path, architectures: Mapping[str, Settings], num_seeds: int
 ) -> dict[str, Any]:
-    """Return the board of DIR with at least `num_seeds` seeds.
-
-    Raises UserError if it compares other architectures.
-    """
+    """Return DIR's board with at least `num_seeds` seeds; UserError if it is another comparison."""
     board = read_experiment(path)
     if board.get("architectures") != dict(architectures):
         raise UserError(

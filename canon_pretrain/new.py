@@ -446,7 +446,6 @@ def toml(
 
 
 def _toml_string(text: str) -> str:
-    """Return a quoted string of TOML."""
     line = to_toml({"": text})
     return line.removeprefix('"" = ').removesuffix("\n")
 
@@ -713,7 +712,6 @@ FILES_HELP = "files or folders: .txt, .jsonl or .json (.zst, .gz), .parquet, or 
 
 
 def add_text_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options on how files are read."""
     add = parser.add_argument
     add("--text-field", metavar="F", help="name of the text in rows, also a.b (default: text)")
     add(

@@ -23,7 +23,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from canon_pretrain.core.cli import positive, usage_error
+from canon_pretrain.core.cli import number_type, positive, usage_error
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console, printable
 
@@ -159,10 +159,7 @@ def _stop_if_closed() -> None:
 def record(
     sampler: "Sampler", answer: "Answer", settings: "Settings", prompt_losses: Sequence[float]
 ) -> dict[str, Any]:
-    """Return a sample with its ids and log-probabilities, as --json prints it.
-
-    `prompt_losses`: nats of all tokens of the prompt but the first.
-    """
+    """Return a sample as --json prints it; `prompt_losses`: nats of the prompt's tokens[1:]."""
     return {
         "checkpoint": str(sampler.checkpoint),
         "prompt": sampler.decode(answer.prompt),
@@ -206,10 +203,7 @@ class Stream:
         self._num_shown = 0  # tokens of it
 
     def run(self, settings: "Settings", first_sample: int = 0) -> None:
-        """Sample, print, and say how fast; Ctrl-C ends all answers.
-
-        `first_sample`: number of the first answer, which sets its draws.
-        """
+        """Sample, print, and say how fast; Ctrl-C ends all. `first_sample` sets the draws."""
         start = time.perf_counter()
         self._begin_next()
         try:
@@ -465,6 +459,11 @@ def _check(arguments: argparse.Namespace) -> None:
         )
 
 
+_count = number_type(int, lambda number: number >= 0, "an integer of at least 0")
+_temperature = number_type(float, lambda number: 0 <= number < math.inf, "a number of at least 0")
+_probability = number_type(float, lambda number: 0 < number <= 1, "a number above 0, up to 1")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Sample from a checkpoint or an export, or compare two. Without a prompt, in a "
@@ -540,24 +539,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "float32", "bfloat16"),
         help="(default: bfloat16 on a GPU, else float32)",
     )
-
-
-def _count(text: str) -> int:
-    with contextlib.suppress(ValueError):
-        if int(text) >= 0:
-            return int(text)
-    raise argparse.ArgumentTypeError(f"{text}, expected an integer of at least 0")
-
-
-def _temperature(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 <= float(text) < math.inf:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text}, expected a number of at least 0")
-
-
-def _probability(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) <= 1:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text}, expected a number above 0, up to 1")

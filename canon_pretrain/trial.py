@@ -32,6 +32,7 @@ from canon_pretrain.core.children import end_with
 from canon_pretrain.core.cli import (
     EXIT_INTERRUPTED,
     command,
+    number_type,
 )
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import (
@@ -155,10 +156,7 @@ class Trial:
     # -- the plan
 
     def _read(self, request: Request) -> Record | None:
-        """Return the plan of an earlier call; None without one.
-
-        Raises UserError if the request differs, or the folder is not that of a trial.
-        """
+        """Return an earlier call's plan, if any. UserError for another request or folder."""
         path = self.folder / RECORD
         if not path.exists():
             # the record is written last, after the configs
@@ -229,10 +227,7 @@ class Trial:
             self.stages.run("text to shards", "data", "build", *record.build)
 
     def _train(self) -> set[str]:
-        """Train all runs; return the names of those that have diverged.
-
-        Raises KeyboardInterrupt; UserError if a run failed for another reason.
-        """
+        """Train all runs, return the diverged. KeyboardInterrupt; UserError for other failures."""
         configs = list(map(str, self.configs.values()))
         sweep = make_sweep(configs, (), SEEDS, "both", ())
         self.runs.mkdir(exist_ok=True)
@@ -283,10 +278,7 @@ class Trial:
     def _conclude(
         self, record: Record, finished: Mapping[str, Sequence[str]], diverged: Iterable[str]
     ) -> None:
-        """Print the losses, the verdict and the page, the last lines.
-
-        Raises SystemExit with code 1 if a model has no run that finished.
-        """
+        """Print losses, verdict and page. SystemExit 1 if a model has no run that finished."""
         runs_by_model: dict[str, list[RunRecord]] = {model: [] for model in finished}
         for model, names in finished.items():
             if names:
@@ -311,10 +303,7 @@ class Trial:
             raise SystemExit(1)
 
     def _print_losses(self, record: Record, runs_by_model: Mapping[str, list[RunRecord]]) -> None:
-        """Print the mean loss of each model with that of each seed, and a bigram's; best first.
-
-        Each seed's, because two seeds may differ much.
-        """
+        """Print mean and seeds' losses, which may differ much, and a bigram's; best first."""
         losses: dict[str, float] = {}  # by line
         for model, runs in runs_by_model.items():
             if not runs:
@@ -355,7 +344,6 @@ class Trial:
 
 
 def run_names(model: str) -> list[str]:
-    """Return the names of a model's runs."""
     return [f"{model}-seed{seed}" for seed in SEEDS]
 
 
@@ -439,6 +427,9 @@ def _stop(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
+_minutes = number_type(float, lambda number: 0 < number < math.inf, "a number above 0")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Does Canon help on your text? Train a model with Canon layers and one "
@@ -472,11 +463,3 @@ def run(arguments: argparse.Namespace) -> None:
         except KeyboardInterrupt:
             print("\nstopped: the same command continues")
             raise SystemExit(EXIT_INTERRUPTED) from None
-
-
-def _minutes(text: str) -> float:
-    """Parse a number of minutes, for argparse."""
-    number = float(text)
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}, expected a number above 0")
-    return number

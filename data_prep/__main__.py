@@ -8,7 +8,6 @@ from canon_pretrain.core.cli import run_process
 
 # a build's worker processes import this file too
 def main(argv: list[str] | None = None) -> None:
-    """Run `canon data`."""
     canon(["data", *(sys.argv[1:] if argv is None else argv)])
 
 

@@ -1,7 +1,5 @@
 """Finish a build: list the shards of both splits in their manifests, up to a limit if one is set.
 
-    canon data finish DATA [--max-documents N] [--max-tokens N]
-
 The manifests depend on plan and limits alone, whether or not there are shards beyond the limit.
 """
 
@@ -241,10 +239,7 @@ def _not_built(out: Path, plan: Plan, group: int) -> UserError:
 
 
 def _cut_shard(folder: Path, commit: NamedRecord, documents: int, tokens: int) -> Cut | None:
-    """Cut a shard to at most so many documents and tokens, None if no document fits.
-
-    Raises UserError.
-    """
+    """Cut a shard to at most so many documents and tokens, None if none fits. Raises UserError."""
     path = folder / f"{commit.name}.docs"
     if commit.record.version == WITHOUT_BYTE_ENDS:
         raise UserError(

@@ -43,7 +43,6 @@ def plan_lock(folder: Path) -> AbstractContextManager[None]:
 
 
 def input_group_lock(folder: Path, group: int) -> AbstractContextManager[None]:
-    """Lock one input group to write its shards."""
     path = folder / INPUT_GROUP_LOCKS / f"unit-{group:05d}.lock"
     return locked(path, f"input group {group} of {folder}", patience_s=INPUT_GROUP_LOCK_TIMEOUT_S)
 

@@ -185,10 +185,7 @@ def _build_in_worker(job: InputGroupJob) -> int:
 def run_jobs(
     jobs: Sequence[InputGroupJob], workers: int, is_needed: Callable[[int], bool], counts: Any
 ) -> Iterator[int]:
-    """Run the jobs in order, in `workers` processes; yield finished input groups.
-
-    `is_needed` says at the start of a job whether its input group is still needed.
-    """
+    """Run jobs in order in `workers` processes, if then still needed; yield finished groups."""
     # Without other processes.
     if workers == 1 or len(jobs) < 2:
         for job in jobs:

@@ -152,7 +152,6 @@ class Plan:
 
 
 def total_size(inputs: Iterable[Input]) -> int:
-    """Return the bytes of all inputs."""
     return sum(source_input.size for source_input in inputs)
 
 

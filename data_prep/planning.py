@@ -116,7 +116,6 @@ def prepare_plan(
 
 
 def record_of(tokenizer: Tokenizer, requested: str) -> TokenizerRecord:
-    """Return the record of a tokenizer in a plan."""
     return TokenizerRecord(
         requested=requested,
         sha256=tokenizer.sha256,

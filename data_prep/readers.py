@@ -169,10 +169,7 @@ class _Format(NamedTuple):
 
 
 class InputReader:
-    """Reader of `source_input` below `root`; `sha256` is "" until all is read.
-
-    `bytes_read`: of the file, so far.
-    """
+    """Reader of `source_input`; `sha256` is "" until all is read, `bytes_read` is so far."""
 
     def __init__(
         self,
@@ -190,10 +187,7 @@ class InputReader:
         self.sha256 = ""
 
     def rows(self) -> Rows:
-        """Yield the rows in the file's order; close the generator to close the file.
-
-        Raises UserError.
-        """
+        """Yield the rows in the file's order; close the generator to close it. Raises UserError."""
         self.sha256 = ""
         self.bytes_read = 0
         self._digest = hashlib.sha256()
@@ -374,7 +368,6 @@ class InputReader:
     # Parquet
 
     def _read_parquet(self, file: IO[bytes]) -> Rows:
-        """Yield the rows of a parquet file."""
         import pyarrow.parquet
 
         # Hash the file in a first pass, because rows need only some of the columns.
@@ -534,7 +527,6 @@ def _look_up(row: dict[str, Any], field: str) -> Any:
 
 
 def has_field(row: dict[str, Any], field: str) -> bool:
-    """Return whether a row of JSON has the field."""
     return _look_up(row, field) is not _MISSING
 
 

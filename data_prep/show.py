@@ -1,8 +1,5 @@
 """Print documents, or windows as the model sees them, as text.
 
-    canon data show DATA --document K [--split train|validation] [--ids]
-    canon data show DATA --window I --seed S [--seq-len T] [--order permute]
-
 A window is sample I of a run with data_seed S: seq_len + 1 tokens. Lines of text begin with "│ ";
 control characters become U+FFFD.
 """

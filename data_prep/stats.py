@@ -1,7 +1,5 @@
 """Statistics of a finished data folder: counts, lengths, tokens, duplicates, groups.
 
-    canon data stats DATA [--html FILE] [--workers N]
-
 Every token is read once, with its CRC32. Duplicates are found by 8-byte BLAKE2b digests of the ids:
 for 97 million documents, the probability of a false duplicate is 0.0003.
 """
@@ -61,7 +59,6 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def stats(folder: Path, page: Path | None = None, *, workers: int = 1) -> "DataStatistics":
-    """Print the statistics of `folder`, write `page`, and return them."""
     # checked first: reading all tokens may take minutes
     if page is not None and (page.is_dir() or not page.parent.is_dir()):
         raise UserError(
@@ -214,8 +211,6 @@ class Duplicates:
 
 @dataclass(frozen=True)
 class SplitStatistics:
-    """The statistics of a split."""
-
     split: str
     fingerprint: str
     parts: int
@@ -285,7 +280,6 @@ def data_statistics(folder: Path, plan: Plan, workers: int) -> DataStatistics:
 def split_statistics(
     name: str, tokenizer: Tokenizer, split: TokenShards, counts: Counts, other: Counts
 ) -> SplitStatistics:
-    """Return the statistics of a split from its counts and those of the `other` split."""
     records = [shard.read_record() for shard in split.shards]
     groups = sum_groups(records)
     stored_files = [file for shard in split.shards for file in vars(shard.files).values()]
@@ -354,7 +348,6 @@ def summarize_lengths(lengths: np.ndarray) -> Lengths:
 
 
 def top_tokens(tokenizer: Tokenizer, counts: np.ndarray) -> list[TokenCount]:
-    """Return the most frequent ids."""
     top = np.argsort(-counts, kind="stable")[:TOP_TOKENS].tolist()
     return [TokenCount(i, token_text(tokenizer, i), int(counts[i])) for i in top if counts[i]]
 
@@ -447,7 +440,6 @@ def tables(statistics: DataStatistics) -> list[Table]:
 
 
 def split_tables(split: SplitStatistics) -> Iterator[Table]:
-    """Yield the tables of one split."""
     yield Table(
         f"{split.split}: documents by length",
         ("tokens", "documents", "share", "tokens in them", "share"),
@@ -642,6 +634,5 @@ def _frequencies(split: SplitStatistics) -> Json:
 
 
 def _trace(split: SplitStatistics, plotly_type: str) -> Json:
-    """Return the fields that all traces have."""
     color = f"--split-{SPLITS.index(split.split)}"
     return {"type": plotly_type, "name": split.split, "meta": color}

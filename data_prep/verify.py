@@ -1,7 +1,5 @@
 """Check a finished data folder: hashes, CRCs, counts and token ids, at three levels.
 
-    canon data verify DATA [--level size|sample|full] [--workers N] [--repair]
-
 `--repair` rebuilds the input groups of damaged shards in a scratch folder, and replaces a shard
 only by files whose commit record is the one in the manifest.
 """
@@ -160,10 +158,7 @@ class StoredShard:
     def _check_all(
         self, record: CommitRecord, plan: Plan, tables: Mapping[str, np.ndarray]
     ) -> Iterator[str]:
-        """Check hash, CRCs, and what hashes do not show: ids that were written wrong.
-
-        `tables`: the undamaged ones of .docs and .crc.
-        """
+        """Check hash, CRCs and wrongly written ids; `tables`: the undamaged .docs and .crc."""
         # The documents' ends, if they are known.
         ends = np.empty(0, dtype=np.int64)
         if "docs" in tables:

@@ -7,7 +7,6 @@ from canon_pretrain.core.cli import run_process
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run `canon eval`."""
     canon(["eval", *(sys.argv[1:] if argv is None else argv)])
 
 

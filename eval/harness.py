@@ -45,10 +45,7 @@ Remember = Callable[[Callable[[], TaskAnswers]], TaskAnswers]
 
 @dataclass(frozen=True)
 class TaskPlan:
-    """One task: what its scores depend on, and the cost of its requests.
-
-    `run` evaluates it, and returns results by the name of the task in reports.
-    """
+    """A task: what its scores depend on, its cost, and `run`, which returns results by name."""
 
     description: dict[str, Any]
     cost: int

@@ -10,7 +10,6 @@ from eval.suite_names import VALIDATION, find_suite, split_suites, task_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `eval run`."""
     # A positional argument, or an option of the same name.
     checkpoint = parser.add_mutually_exclusive_group(required=True)
     checkpoint.add_argument(

@@ -180,7 +180,6 @@ def _add_metrics(task: Task, item: Item) -> None:
 
 
 def _add_records(task: Task, items: Sequence[Item]) -> None:
-    """Set `record` of each item."""
     metadata = task.config.metadata or {}
     part = metadata.get("part")
     answers_key = f"answers_{part}" if part else "answers"

@@ -47,7 +47,6 @@ HUB_HINTS = hub.HubHints(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `eval stage`."""
     add = parser.add_argument
 
     # Which data sets, and where to.

@@ -76,7 +76,6 @@ class ReportState(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `eval submit`."""
     parser.description = (
         "Evaluate the checkpoints of runs as training saves them. The request is stored in "
         "RUN/evals/schedule.json: later calls need no options."
@@ -327,7 +326,6 @@ class Watcher:
         return self._is_evaluated(overview) and self.report_state().state in ("done", "failed")
 
     def report_state(self) -> ReportState:
-        """Return the state of the report."""
         report = self._report_job()
         if (report.leases.folder / REPORT_DONE).exists():
             return ReportState("done", str(self.out))

@@ -189,7 +189,6 @@ def is_file(value: Path | str) -> bool:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `eval tasks`."""
     parser.add_argument("--grep", metavar="PATTERN", default="", help="only names that match")
 
 

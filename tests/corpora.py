@@ -77,3 +77,10 @@ def flip(path: Path, at: int | None = None) -> None:
     content = bytearray(path.read_bytes() or b"\x00")
     content[len(content) // 2 if at is None else at] ^= 1
     path.write_bytes(content)
+
+
+def prose(seed: int, num_words: int, lexicon_words: int = 2000) -> str:
+    """Return random words of a lexicon: the default is enough to train a tokenizer on."""
+    letters = random.Random(0)
+    lexicon = ["".join(letters.choices("etaoinshrdlu", k=3 + i % 7)) for i in range(lexicon_words)]
+    return " ".join(random.Random(seed).choices(lexicon, k=num_words))

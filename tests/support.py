@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,36 @@ def refused(
 def error_codes(stderr: str) -> list[str]:
     """Return the codes of the errors that a command printed."""
     return re.findall(r"^error\[([\w.]+)\]: ", stderr, re.MULTILINE)
+
+
+def command_error(capture: Any, command: Callable[..., object], *arguments: object) -> str:
+    """Call a command that ends with exit code 2; return the code of its one error.
+
+    `capture` is pytest's capsys or capfd.
+    """
+    capture.readouterr()
+    with pytest.raises(SystemExit) as left:
+        command(*arguments)
+    assert left.value.code == 2
+    (code,) = error_codes(capture.readouterr().err)
+    return code
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 30) -> None:
+    """Poll until `condition()` is true."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "timeout"
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process exists and is no zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 def token_documents(seed: int, count: int, length: int) -> list[np.ndarray]:

@@ -11,7 +11,7 @@ import pytest
 
 from canon_pretrain.__main__ import main, start
 from canon_pretrain.commands import COMMANDS, Group
-from tests.support import ROOT, error_codes
+from tests.support import ROOT, command_error
 
 DEBUG = "train_configs/debug.toml"
 GROUPS = {name: stage for name, stage in COMMANDS.items() if isinstance(stage, Group)}
@@ -78,18 +78,12 @@ except SystemExit as left:
 
 @pytest.mark.parametrize("word", ["evl", "--bogus"])
 def test_an_unknown_word_is_an_error(word, capsys):
-    with pytest.raises(SystemExit) as left:
-        main([word])
-
-    assert left.value.code == 2
-    assert error_codes(capsys.readouterr().err) == ["cli.unknown_stage"]
+    assert command_error(capsys, main, [word]) == "cli.unknown_stage"
 
 
 def test_a_stage_gets_the_rest_of_the_words(capsys, tmp_path):
-    with pytest.raises(SystemExit) as left:
-        main(["checkpoint", "list", str(tmp_path)])
-    assert left.value.code == 2
-    assert error_codes(capsys.readouterr().err) == ["checkpoint.none"]
+    words = ["checkpoint", "list", str(tmp_path)]
+    assert command_error(capsys, main, words) == "checkpoint.none"
 
 
 @pytest.mark.parametrize("name", GROUPS)

@@ -17,6 +17,7 @@ from canon_pretrain.titan.job_config import check_job, micro_batch_size
 from data_prep.plan import AIMED_HELD_OUT
 from data_prep.planning import train_tokenizer
 from tests.commands import run_command
+from tests.corpora import prose
 from tests.support import canon_stage, error_codes
 
 CPU = new.Machine("2 cores", False, 1, 8e9)
@@ -34,13 +35,6 @@ def fast_timing(monkeypatch, tmp_path):
         return flops / (6 * num_parameters(args))
 
     monkeypatch.setattr(new.Machine, "tokens_per_second", speed)
-
-
-def prose(seed, num_words):
-    """Return random words, enough different ones to train a tokenizer on."""
-    letters = random.Random(0)
-    lexicon = ["".join(letters.choices("etaoinshrdlu", k=3 + i % 7)) for i in range(2000)]
-    return " ".join(random.Random(seed).choices(lexicon, k=num_words))
 
 
 def write_text(folder, num_files, num_words=1000):

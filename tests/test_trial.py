@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import re
 import signal
 import sys
@@ -22,9 +21,10 @@ from canon_pretrain.report.verdicts import Options
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.status import StatusWriter
 from tests.commands import Command
+from tests.corpora import prose
 from tests.ranks import events, logged_step
 from tests.report_runs import evaluated, planted_run
-from tests.support import canon_stage, error_codes
+from tests.support import canon_stage, command_error, error_codes
 
 ROW = {
     "difference": -0.2, "bits_per_nat": 0.5, "num_clusters": 18, "num_runs": [2, 2],
@@ -56,13 +56,6 @@ def test_the_verdict_is_in_bits_per_byte(changes, expected, judged):
     assert "2 seeds each" in sentence
 
 
-def prose(seed, num_words):
-    """Return random words of a lexicon of 500."""
-    letters = random.Random(0)
-    lexicon = ["".join(letters.choices("etaoinshrdlu", k=3 + i % 7)) for i in range(500)]
-    return " ".join(random.Random(seed).choices(lexicon, k=num_words))
-
-
 @pytest.fixture
 def text(tmp_path, monkeypatch):
     """A folder of text, in the current folder; a model takes seconds, at 20 steps."""
@@ -70,7 +63,7 @@ def text(tmp_path, monkeypatch):
     folder = tmp_path / "mytext"
     folder.mkdir()
     for number in range(60):
-        (folder / f"{number}.txt").write_text(prose(number, 200))
+        (folder / f"{number}.txt").write_text(prose(number, 200, lexicon_words=500))
     return folder
 
 
@@ -340,11 +333,7 @@ def test_a_fork_prints_the_error_of_its_function(capfd):
     def refuse():
         raise UserError("test.refused", "no")
 
-    with pytest.raises(SystemExit) as stop:
-        trial._in_fork(refuse)
-
-    assert stop.value.code == 2
-    assert error_codes(capfd.readouterr().err) == ["test.refused"]
+    assert command_error(capfd, trial._in_fork, refuse) == "test.refused"
 
 
 @pytest.mark.usefixtures("text", "quick_machine", "stopped_at_first_stage")

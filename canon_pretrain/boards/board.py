@@ -118,11 +118,9 @@ class Board:
         return self.places[Path(config).stem]
 
     def claims_on(self, setting: str) -> list[Claim]:
-        """Return the claims on a task/difficulty."""
         return [claim for claim in self.claims if claim.task == setting]
 
     def task_of(self, setting: str) -> BoardTask:
-        """Return the task of a task/difficulty."""
         return self.tasks[setting.partition("/")[0]]
 
 
@@ -168,10 +166,7 @@ def read_board(path: Path) -> Board:
 
 
 def _with_mixer_paths(value: Any, folder: Path) -> Any:
-    """Return keys of [model] with each FILE.py:Name at an absolute path.
-
-    FILE.py is relative to `folder`, else to the working directory.
-    """
+    """Return keys of [model], each FILE.py:Name absolute: from `folder`, else the working one."""
     if isinstance(value, dict):
         return {
             _with_mixer_paths(key, folder): _with_mixer_paths(inner, folder)

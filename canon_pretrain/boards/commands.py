@@ -1,10 +1,5 @@
 """Boards: architectures x tasks x learning rates x seeds, planned and trained by one command.
 
-    canon playground plan BOARD.toml [--out DIR] [--extend]
-    canon playground run BOARD.toml [--out DIR] [--extend] [--parallel N] [--race]
-    canon playground status BOARD.toml [--out DIR] [--json]
-    canon playground report BOARD.toml [--out DIR]
-
 A board (format: board.py) is a sweep (cluster/sweep.py): DIR/configs has a config per
 task, difficulty and architecture, DIR/sweep.json the runs, DIR/board.json the board.
 
@@ -102,7 +97,6 @@ def _add_board(parser: argparse.ArgumentParser) -> None:
 
 
 def _folder(arguments: argparse.Namespace) -> Path:
-    """Return the folder of the runs."""
     return arguments.out or Path("outputs", "boards", arguments.board.stem)
 
 
@@ -114,7 +108,6 @@ def run_plan(arguments: argparse.Namespace) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> Sweep:
-    """Write or extend the plan, and print how many runs it has."""
     folder = _folder(arguments)
     sweep, num_new = plan_board(read_board(arguments.board), folder, extend=arguments.extend)
     print(f"{folder}: {len(sweep.runs)} runs, {num_new} of them new")

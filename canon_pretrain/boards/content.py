@@ -76,8 +76,6 @@ class ArmRow:
 
 @dataclass(frozen=True)
 class TaskRow:
-    """A task and what it is scored by."""
-
     task: str
     name: str
     lower_is_better: bool
@@ -288,7 +286,6 @@ class BoardContent:
 
 
 def board_content(plan: BoardPlan, now: datetime) -> BoardContent:
-    """Return all content of the page."""
     results, metrics = read_results(plan, now)
     lower = {task for task, metric in metrics.items() if metric.lower_is_better}
 
@@ -659,7 +656,6 @@ def _curves(plan: BoardPlan, chosen: Mapping[Place, ShownRate]) -> list[CurveRow
 
 
 def _model(plan: BoardPlan, arm: str, by_place: Mapping[Place, Sequence[Result]]) -> ModelRow:
-    """Return the counts of an arm's model by task."""
     tasks = {}
     for task in plan.tasks:
         # All runs of a cell have the same model: the first that has started tells it.

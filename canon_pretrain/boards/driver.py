@@ -55,8 +55,6 @@ TRAINER_ENVIRONMENT = {
 
 @dataclass
 class _Child:
-    """A running trainer."""
-
     run: PlannedRun
     process: "subprocess.Popen[bytes] | ForkedChild"
     first_step: int
@@ -212,7 +210,9 @@ class Driver:
 
     def _start(self, run: PlannedRun) -> None:
         """Train a run in a child process that is stopped if this one is killed."""
-        self._forget_failure(run)
+        failures = read_failures(self.folder)
+        if failures.pop(run.name, None) is not None:
+            write_failures(self.folder, failures)
         path = self.folder / run.name
 
         # The GPU with the fewest children.
@@ -286,12 +286,6 @@ class Driver:
         failures = read_failures(self.folder)
         failures[run.name] = reason
         write_failures(self.folder, failures)
-
-    def _forget_failure(self, run: PlannedRun) -> None:
-        """Remove the stored failure of a run that is started again."""
-        failures = read_failures(self.folder)
-        if failures.pop(run.name, None) is not None:
-            write_failures(self.folder, failures)
 
     def _reap(self) -> list[PlannedRun]:
         """Report the children that have ended; return those that a race continues."""
@@ -375,10 +369,7 @@ class Driver:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Stop the children at SIGINT, SIGTERM and SIGHUP, and whenever the block ends.
-
-        A signal that is ignored stays so: nohup's SIGHUP.
-        """
+        """Stop children at SIGINT, SIGTERM and SIGHUP, unless ignored, and at the block's end."""
         before = {
             number: signal.signal(number, self._stop)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

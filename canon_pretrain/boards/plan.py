@@ -133,7 +133,6 @@ def read_plan(folder: Path) -> tuple[Board, Sweep]:
 
 
 def _names(runs: Iterable[PlannedRun]) -> set[tuple[str, str]]:
-    """Return the name of each run and of its config."""
     return {(run.name, Path(run.config).stem) for run in runs}
 
 

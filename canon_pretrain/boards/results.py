@@ -195,7 +195,6 @@ def _metric_of(plan: BoardPlan, task: str, results: Sequence[Result]) -> Metric:
 
 
 def _take_score(result: Result) -> None:
-    """Set the score of a run that is done."""
     result.score = result.curve.get(result.step, math.nan)
     if result.step not in result.curve:
         result.reason = "no validation at its last step"

@@ -1,9 +1,5 @@
 """List, verify and prune a run's checkpoints.
 
-    canon checkpoint list RUN [--json]
-    canon checkpoint verify RUN|RUN/checkpoint/step-N
-    canon checkpoint prune RUN --keep K [--quarantine] [--archive] [--dry-run]
-
 Exit code 1: a checkpoint is damaged, of another run, or could not be pruned; 2: bad input.
 """
 
@@ -55,7 +51,6 @@ class Checkpoint:
         }
 
     def line(self, end: str = "") -> str:
-        """Return the checkpoint's line of text."""
         manifest = self.manifest
         content = size(self.num_bytes)
         if manifest is not None:
@@ -126,7 +121,6 @@ def _find_folder(path: Path) -> tuple[Path, CheckpointFolder]:
 
 
 def run_list(arguments: Namespace) -> None:
-    """Print the checkpoints, and what else the folder holds."""
     run, folder, run_id = _find(arguments.run)
     # Steps that a scheduled evaluation needs: retention keeps their weights.
     held = {folder.step_path(step) for step in held_steps(run)}

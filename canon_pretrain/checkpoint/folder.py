@@ -43,8 +43,6 @@ logger = logging.getLogger(__name__)
 
 
 class Quarantined(NamedTuple):
-    """An entry of quarantine."""
-
     path: Path
     reason: str
     bytes: int

@@ -148,7 +148,6 @@ def stored_tensors(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
 
 
 def _stored_weights(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
-    """Return the metadata by name of the weights."""
     stored = stored_tensors(checkpoint).items()
     return {name: entry for name, entry in stored if not name.startswith(TRAINING_STATE)}
 

@@ -1,8 +1,5 @@
 """Report what this machine has, what uses it, what is missing and how to get it; then train.
 
-    canon doctor [--dir DIR] [--no-train] [--json]
-    canon doctor --fake h100 --world 64 CONFIG [--section.key VALUE ...]
-
 Each group of checks is a process with a timeout: a driver, disk or server that hangs, or a library
 that crashes, becomes a line of the report. The training check runs a tiny model on two ranks (on
 the GPUs, if there are any) in a temporary folder of DIR. Exit code 0 if nothing is broken, else 1.
@@ -901,10 +898,7 @@ class _StepWatch(ExitStack):
 
 @contextmanager
 def _scratch_folder(folder: Path) -> Iterator[Path]:
-    """Create a folder for the checks, which names its owner; remove it after the block.
-
-    Raises OSError.
-    """
+    """Create a folder that names its owner; remove it after the block. Raises OSError."""
     from canon_pretrain.core.holder import Holder, content_of
 
     with tempfile.TemporaryDirectory(
@@ -999,7 +993,6 @@ def _run(arguments: Sequence[str], log: Path, poll_step: Callable[[], int]) -> s
 
 
 def show(console: Console, group: str, findings: Sequence[Finding]) -> None:
-    """Print a group as a table."""
     from rich.table import Table
     from rich.text import Text
 

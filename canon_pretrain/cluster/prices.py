@@ -29,7 +29,6 @@ class Price:
 
     @property
     def gpu_hours(self) -> Range:
-        """The GPU-hours of all runs."""
         steps = self.num_runs * self.steps
         gpu_seconds = [steps * step_s * self.world_size for step_s in self.step_seconds]
         return Range(*(seconds / 3600 for seconds in gpu_seconds))

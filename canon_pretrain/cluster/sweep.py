@@ -1,10 +1,5 @@
 """Sweeps: configs x learning rates x seeds, each a run in its own folder.
 
-    canon sweep plan SWEEP --configs A.toml B.toml [--lr 1e-3 2e-3] [--seeds 0 1]
-        [--seed-of init|data|both] [--extend] [--section.key value ...]
-    canon sweep table SWEEP [--json]
-    canon sweep run SWEEP NUMBER [--ranks N]
-
 `run` trains into SWEEP/NAME on this machine, slurm/sweep.sh as a task of an array.
 A run that is DONE is skipped, others resume from their newest checkpoint. A folder that holds a run
 of another plan is neither: it has failed. Until a run has started, `plan` replaces the plan; then

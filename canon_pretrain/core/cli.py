@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn, TextIO, TypeVar
 
 from canon_pretrain.core.errors import UserError, exit_with
 from canon_pretrain.core.terminal import Rendered, printable
@@ -19,6 +19,8 @@ from canon_pretrain.core.terminal import Rendered, printable
 EXIT_INTERRUPTED = 130
 STDOUT = 1
 STDERR = 2
+
+Number = TypeVar("Number", int, float)
 
 
 class Parser(argparse.ArgumentParser):
@@ -55,7 +57,6 @@ class Parser(argparse.ArgumentParser):
         return argument
 
     def error(self, message: str) -> NoReturn:
-        """Raise UserError."""
         raise usage_error(self.prog, message)
 
 
@@ -152,12 +153,22 @@ def run_process(main: Callable[[], None]) -> None:
     os._exit(code)
 
 
-def positive(text: str) -> int:
-    """Parse an integer of at least 1, for argparse."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number}, expected at least 1")
-    return number
+def number_type(
+    kind: Callable[[str], Number], is_valid: Callable[[Number], bool], expected: str
+) -> Callable[[str], Number]:
+    """Return a parser of the valid numbers of a kind, for argparse."""
+
+    def parse(text: str) -> Number:
+        with contextlib.suppress(ValueError):
+            number = kind(text)
+            if is_valid(number):
+                return number
+        raise argparse.ArgumentTypeError(f"{text}, expected {expected}")
+
+    return parse
+
+
+positive = number_type(int, lambda number: number >= 1, "an integer of at least 1")
 
 
 def available_cores() -> int:

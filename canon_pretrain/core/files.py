@@ -45,10 +45,7 @@ def open_nonblocking(path: str, flags: int) -> int:
 
 
 def open_file(path: Path, mode: Literal["rb", "ab", "wb"]) -> BinaryIO:
-    """Open a regular file, without waiting for the other end of a FIFO.
-
-    Raises OSError, ENXIO if the file is not regular.
-    """
+    """Open a regular file, never waiting for a FIFO. Raises OSError, ENXIO for other kinds."""
     not_regular = OSError(errno.ENXIO, "not a regular file", str(path))
     try:
         file: BinaryIO = open(path, mode, opener=open_nonblocking)
@@ -173,7 +170,6 @@ def find_record(path: Path, kind: type[T]) -> T | None:
 
 
 def sha256_text(text: str) -> str:
-    """Return the hex SHA-256 of a text in UTF-8."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 

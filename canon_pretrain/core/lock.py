@@ -394,8 +394,6 @@ class LinkLock:
 
 
 class _Held(NamedTuple):
-    """A lock that this process has taken."""
-
     is_owner: Callable[[], bool]
     release: Callable[[], None]
 

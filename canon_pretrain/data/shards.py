@@ -360,7 +360,6 @@ class FileSize(NamedTuple):
 
 
 def shard_sizes(folder: Path, commit: NamedRecord) -> Iterator[FileSize]:
-    """Yield the sizes of each file of a shard."""
     for suffix, info in vars(commit.record.files).items():
         path = folder / f"{commit.name}.{suffix}"
         actual_size = path.stat().st_size if path.exists() else None

@@ -45,10 +45,7 @@ class FakeNode:
         from canon_pretrain.titan import dry_run, trainer, validation  # noqa: F401
 
     def run(self, arguments: Sequence[str], options: Options) -> Report:
-        """Train with the arguments of `canon train`. Raises UserError for bad arguments.
-
-        Other errors are part of the report.
-        """
+        """Train as `canon train`; UserError for bad arguments, other errors are in the report."""
         started = time.monotonic()
         report = Report(
             arguments=list(arguments),

@@ -1,9 +1,5 @@
 """Export checkpoints to Hugging Face folders, push them to the hub, and import them.
 
-    canon hf export RUN OUT [--dtype bfloat16] [--force]
-    canon hf push RUN USER/NAME [--private] [--dry-run]
-    canon hf import HF_FOLDER OUT [--state-from RUN/checkpoint/step-N] [--trust-code]
-
 Runs on the CPU. Exit code 2: bad input; nothing was written.
 
 Imports the view of runs (report/) for the card; nothing else in hf/ does.

@@ -31,10 +31,7 @@ class Settings(NamedTuple):
 
 
 class Detokenizer:
-    """Decodes ids as they come, each time from a few tokens before the new ones.
-
-    `pending`: the end of the text that later ids may change.
-    """
+    """Decodes ids as they come, from a few tokens before; `pending` is text that may change."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
@@ -125,10 +122,7 @@ class Sampler:
 
     @classmethod
     def load(cls, path: Path, dtype: str = "auto", tokenizer_path: Path | None = None) -> Self:
-        """Load onto the GPU if there is one; `tokenizer_path` replaces the run's tokenizer.
-
-        `path` is a run, a checkpoint or an export. Raises UserError.
-        """
+        """Load a run, a checkpoint or an export, onto the GPU if there is one. Raises UserError."""
         check_cuda()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -8,7 +8,6 @@ from canon_pretrain.machine.hardware import read_text
 
 
 def physical_memory() -> int:
-    """Return the main memory of this node."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -144,7 +144,6 @@ def _labels(runs: Sequence[RunRecord], differing: Sequence[str]) -> list[str]:
 
 
 def _label_part(run: RunRecord, name: str) -> str:
-    """Return the setting `name` of a run as a part of a label."""
     value = _setting(run, name)
     if name == "model.canon_set":
         return f"Canon-{value}" if value else "no Canon"

@@ -68,10 +68,7 @@ def add_noise_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def noise_options(arguments: argparse.Namespace, runs: Sequence[RunRecord], **more: Any) -> Options:
-    """Return the options of add_noise_arguments, and `more`.
-
-    Raises UserError if --seed-sigma names an unknown task or is not above 0.
-    """
+    """Return the options of add_noise_arguments, and `more`. UserError for a bad --seed-sigma."""
     # Names that an option may have: of tasks, and of a task's metrics.
     names: set[str] = set()
     for run in runs:
@@ -351,7 +348,6 @@ STYLES = {BETTER: "green", WORSE: "red"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `eval compare`."""
     add = parser.add_argument
     add(
         "pair",

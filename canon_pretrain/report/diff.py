@@ -45,10 +45,7 @@ Values = dict[str, Any]
 
 @dataclass
 class Section:
-    """The records of two runs: `own` differences are of a run or job, and ignored.
-
-    Its fields are keys of `diff --json`.
-    """
+    """Two runs' records, keys of `diff --json`; `own` differences, of a run or job, are ignored."""
 
     differences: dict[str, list[Any]] = field(default_factory=dict)
     """Name -> the values of A and B."""
@@ -361,7 +358,6 @@ def _describe_losses(losses: Losses) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `canon run diff`."""
     parser.description = (
         "Compare two run folders: identity, data, config, code, packages, environment, "
         "and the first steps at which their data and losses differ. Values of one run or job (its "

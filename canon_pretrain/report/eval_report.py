@@ -61,7 +61,6 @@ ALL_SAMPLES = 250  # texts of all prompts and runs together, at most
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `eval report`."""
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="runs, or sweeps")
     parser.add_argument(
         "--baseline",
@@ -179,10 +178,7 @@ def _print(content: ReportContent, path: Path) -> None:
 def report_content(
     runs: Sequence[RunRecord], comparison: Comparison, clone: Path | None = None
 ) -> ReportContent:
-    """Return all content of the report; `comparison`: comparison_content().
-
-    `clone`: of PhysicsLM4, whose curves to show beside the runs'.
-    """
+    """Return all content of the report; `clone`: of PhysicsLM4, whose curves to show beside."""
     # The newest scores of each suite.
     newest: dict[str, dict[RunRecord, Evaluation]] = {}
     for run in runs:

@@ -126,10 +126,7 @@ def logged_losses(run: RunRecord, metric: str = NATS) -> dict[Scored, float]:
 
 
 def tokens_at(run: RunRecord, step: int) -> int | None:
-    """Return the tokens seen by `step`, logged or not; None if no step is logged.
-
-    The tokens per step are those of the nearest logged step.
-    """
+    """Return the tokens seen by `step`, at the pace of the nearest logged step, or None."""
     after = bisect.bisect_left(run.steps, step, key=lambda event: event.step)
     before = max(after - 1, 0)
     neighbors = run.steps[before : after + 1]
@@ -238,7 +235,6 @@ def _option_text(options: Mapping[str, Any], name: str) -> str:
 
 
 def differing_task_options(evaluations: Sequence[Evaluation], task: str) -> list[str]:
-    """Return the evaluation options of one task that differ."""
     differing = differing_options(evaluations, (*PER_RUN_KEYS, *PER_SUITE_KEYS))
     descriptions = [evaluation.described(task) for evaluation in evaluations]
     for name in ("version", "config_sha256"):

@@ -55,7 +55,6 @@ class Evaluation:
 
     @property
     def limit(self) -> int | None:
-        """See `Results.limit`."""
         return self.results.limit
 
     @property
@@ -116,7 +115,6 @@ class Evaluation:
         return float(score.value)
 
     def why_missing(self, key: ScoreKey) -> str:
-        """Return why `score` is None."""
         score = self._recorded(key)
         reason = f" ({score.why})" if score else ""
         return f"{self.run} has no {key.metric}{reason}"
@@ -137,7 +135,6 @@ class Scale:
 
     @classmethod
     def of(cls, metric: str) -> "Scale":
-        """Return the scale of a metric, by its name."""
         if "perplexity" in metric:
             return cls(is_log=True, factor=-1.0)
         if metric.startswith("bits_per"):
@@ -222,7 +219,6 @@ class ItemCache:
         return chance
 
     def _read(self, folder: Path) -> dict[str, ItemsByFilter]:
-        """Return the items of a folder by task."""
         by_task: dict[str, ItemsByFilter] = {}
         for task, task_records in read_samples(folder).items():
             by_filter: dict[str, list[Record]] = {}

@@ -77,7 +77,6 @@ StyledCurves = Mapping[str, Sequence[StyledCurve]]  # name of a variant -> a cur
 
 
 def write_page(path: Path, content: Json) -> None:
-    """Write the page of `page_content`."""
     from canon_pretrain.core import page  # plotly takes a while to import
 
     plotted = {name: content[name] for name in ("runs", "entries", "sections")}
@@ -85,7 +84,6 @@ def write_page(path: Path, content: Json) -> None:
 
 
 def page_content(runs: Sequence[RunRecord]) -> Json:
-    """Return all content of the page, JSON values only."""
     max_segments = min(MAX_SEGMENTS, TOTAL_SEGMENTS // len(runs))
     entries = curves.group_seeds(runs)
 
@@ -143,7 +141,6 @@ def page_content(runs: Sequence[RunRecord]) -> Json:
 
 
 def _by_name(curves_of_runs: Sequence[Mapping[str, Curve]]) -> dict[str, list[StyledCurve]]:
-    """Return the curves of each name, one per run."""
     names = dict.fromkeys(name for run_curves in curves_of_runs for name in run_curves)
     return {
         name: [StyledCurve(run_curves.get(name), {}) for run_curves in curves_of_runs]

@@ -259,7 +259,6 @@ def _has_steps(events: Iterable[Event]) -> bool:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `canon run profile`."""
     parser.description = (
         "Show the time of a traced step by purpose and kernel. Training with "
         "--profiling.enable_profiling traces one step of every --profiling.profile_freq."

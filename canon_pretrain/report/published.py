@@ -79,10 +79,7 @@ def published_scores(shown: Iterable[Key]) -> Anchors | None:
 
 
 def decision(run: RunRecord, rows: Iterable[Verdict | TaskScores]) -> Decision | None:
-    """Return the decision accuracy of the published size nearest to the run's.
-
-    None if it is not known for any of the rows.
-    """
+    """Return the decision accuracy of the published size nearest to the run's, None if unknown."""
     size = _nearest_size(DECISION_SIZES, run, default=min(DECISION_SIZES.values()))
     nearest = Decision(size, DECISION_NOTE.format(size))
     if any(nearest.accuracy(row.task, row.metric) for row in rows):
@@ -122,10 +119,7 @@ Curves = dict[Key, dict[str, Curve]]
 
 
 def read_clone(clone: Path) -> tuple[Curves, dict[str, str]]:
-    """Return the curves in a clone of PhysicsLM4, and the SHA-256 of each page that has any.
-
-    Raises UserError if there is none or a page is damaged.
-    """
+    """Return the curves in a clone of PhysicsLM4, and its pages' SHA-256. Raises UserError."""
     curves: Curves = {}
     pages: dict[str, str] = {}
     for path in sorted(clone.rglob("*.html")):

@@ -118,12 +118,6 @@ class RunRecord:
         self.folder = RunFolder(path)
         self.label = label or path.name
 
-    @classmethod
-    def of_all(cls, paths: Sequence[Path]) -> "list[RunRecord]":
-        """Return the runs with unique labels. Raises UserError if a path occurs twice."""
-        labels = unique_labels(paths)
-        return [cls(path, label) for path, label in zip(paths, labels, strict=True)]
-
     def _section(self, name: str) -> dict[str, Any]:
         section = self.folder.read_config().get(name)
         if not isinstance(section, dict):
@@ -466,7 +460,8 @@ def read_runs(paths: Sequence[Path]) -> tuple[list[RunRecord], list[UserError]]:
     """
     runs: list[RunRecord] = []
     errors: list[UserError] = []
-    for run in RunRecord.of_all(paths):
+    for path, label in zip(paths, unique_labels(paths), strict=True):
+        run = RunRecord(path, label)
         try:
             run.check()
         except UserError as error:

@@ -149,7 +149,6 @@ class _RunReader:
         return max(0.0, age_s) if math.isfinite(age_s) else None
 
     def summary(self) -> RunSummary:
-        """Read all files of the run."""
         summary = RunSummary(str(self.folder.path), problems=self.problems)
         if not self.folder.status_file.exists():
             self.problems.append(f"no {self.folder.status_file.name}")
@@ -201,10 +200,7 @@ class _RunReader:
         return max(summary.steps - summary.step, 0) * pace_s
 
     def _add_status(self, summary: RunSummary, status: Status) -> None:
-        """Add what status.json says, which may be a heartbeat behind the log.
-
-        While a launch loads, it has step 0.
-        """
+        """Add what status.json says, perhaps a heartbeat late; while a launch loads, step 0."""
         summary.step = max(status.step, summary.step or 0)
         summary.skipped_steps = max(status.skipped_steps, summary.skipped_steps or 0)
         summary.steps = status.steps or summary.steps
@@ -216,7 +212,6 @@ class _RunReader:
             setattr(summary, name, getattr(status, name))
 
     def _state(self) -> tuple[str, str | None]:
-        """Return the state and its reason."""
         # Before status.json, a launch is known by the lock that it holds.
         status = self.status
         is_done = self.run.is_done
@@ -427,7 +422,6 @@ def find_runs(patterns: Iterable[str]) -> list[Path]:
 
 
 def summarize_runs(patterns: Iterable[str]) -> list[RunSummary]:
-    """Return the summaries of the runs that `patterns` match."""
     now = datetime.now(UTC)
     return [summarize_run(run, now) for run in find_runs(patterns)]
 

@@ -366,7 +366,6 @@ class Comparator:
 
 
 def _score(metric: str, values_N: np.ndarray, weights_N: np.ndarray) -> float:
-    """Return the metric's value for weighted items."""
     mean = float(np.average(values_N, weights=weights_N))
     return Scale.of(metric).score(mean)
 
@@ -386,7 +385,6 @@ def _with_common_clusters(tasks: Sequence[TaskPair]) -> tuple[list[TaskPair], in
 
 
 def _check_items(a: Items, b: Items, differing: Sequence[str]) -> None:
-    """Raise NotComparable if the items differ."""
     if a.keys != b.keys:
         num_common = len(set(a.keys) & set(b.keys))
         counts = f"{len(a.keys)} and {len(b.keys)} items, {num_common} in common"

@@ -198,7 +198,6 @@ def already_applied(path: Path, option: str, environ: Mapping[str, str] = os.env
 
 
 def mark_applied(path: Path, option: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Record that this launch applied `option`."""
     applied = _read_applied(path) | {option: _attempt(environ)}
     content = {name: attempt._asdict() for name, attempt in applied.items()}
     files.write_json(path, content)

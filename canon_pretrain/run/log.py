@@ -103,7 +103,6 @@ class Event(dict[str, Any]):
 
     @property
     def step(self) -> int:
-        """The step of an event that has one."""
         return int(self["step"])
 
     @property

@@ -23,7 +23,7 @@ from canon_pretrain.run.setting import (
     Seconds,
     Size,
     limits_of,
-    mark_of,
+    metadata_of,
     settings,
 )
 from canon_pretrain.synthetic.tasks import TaskSection
@@ -252,4 +252,4 @@ SETTINGS: dict[str, Any] = dict(settings(Sections)) | TORCHTITAN
 
 def marked(*marks: Mark) -> tuple[str, ...]:
     """Return the dotted names of the settings that have one of these marks."""
-    return tuple(name for name, hint in SETTINGS.items() if mark_of(hint) in marks)
+    return tuple(name for name, hint in SETTINGS.items() if metadata_of(hint, Mark) in marks)

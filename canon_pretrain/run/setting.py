@@ -64,14 +64,9 @@ def option_key(option: str) -> str:
     return key.replace("-", "_")
 
 
-def mark_of(hint: Any) -> Mark | None:
-    """Return the mark of an annotation; None if it has none."""
-    return _metadata(hint, Mark)
-
-
 def limits_of(hint: Any) -> Any:
     """Return the type that pydantic checks for an annotation; None if it has no limits."""
-    limits = _metadata(hint, Limits)
+    limits = metadata_of(hint, Limits)
     if limits is None:
         return None
     if limits.kind is not None:
@@ -79,7 +74,7 @@ def limits_of(hint: Any) -> Any:
     return Annotated[hint.__origin__, Field(**limits.bounds)]
 
 
-def _metadata(hint: Any, kind: type[T]) -> T | None:
-    """Return the argument of `Annotated` that is a `kind`; None without one."""
+def metadata_of(hint: Any, kind: type[T]) -> T | None:
+    """Return the argument of an annotation that is a `kind`; None without one."""
     arguments = getattr(hint, "__metadata__", ())
     return next((argument for argument in arguments if isinstance(argument, kind)), None)

@@ -213,10 +213,7 @@ def newest_snapshot(run: RunFolder) -> Path | None:
 
 
 def take_snapshot(run: RunFolder) -> Path:
-    """Return a snapshot of the program's source: RUN/code/NNN, a new one if the newest differs.
-
-    Raises UserError if it cannot be written, or others may write it.
-    """
+    """Return the newest snapshot, RUN/code/NNN, made if the source differs. Raises UserError."""
     try:
         run.code.mkdir(mode=0o755, parents=True, exist_ok=True)
     except OSError as error:
@@ -254,10 +251,7 @@ def _unwritable(path: Path, error: OSError) -> UserError:
 
 
 def check_private(run: RunFolder) -> None:
-    """Raise UserError if others than this user may write the run's folder, or its `code`.
-
-    Job scripts run what is in it.
-    """
+    """Raise UserError if others may write the run's folder or `code`, which job scripts run."""
     for path in (run.path, run.code):
         with contextlib.suppress(FileNotFoundError):
             if writers := _other_writers(path):

@@ -419,7 +419,6 @@ class MeanScore(NamedTuple):
 
 
 def mean_score(scores: ItemScores, seeds: SeedNoise) -> MeanScore:
-    """Return the mean score of the runs of one architecture, and its noise."""
     num_runs = len(scores.values_RN)
     means_N = scores.values_RN.mean(axis=0)
     clusters = Clusters.of(means_N, scores.weights_N, scores.clusters_N)

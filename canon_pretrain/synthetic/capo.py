@@ -191,11 +191,6 @@ class Capo(Task):
         return self.seq_len // self.longest
 
     @property
-    def windows_for_exposures(self) -> int:
-        """The number of windows after which everyone was seen `exposures` times."""
-        return -(-self.exposures * self.people // self.per_window)
-
-    @property
     def vocab_size(self) -> int:
         return len(language().vocabulary)
 

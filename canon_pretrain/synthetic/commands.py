@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from canon_pretrain.core.cli import Parser, positive
+from canon_pretrain.core.cli import Parser, number_type, positive
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.synthetic.task import ANSWER, Task
 from canon_pretrain.synthetic.tasks import TASKS, build_task
@@ -156,12 +156,7 @@ def _quantiles(lengths: Sequence[int] | np.ndarray) -> str:
     return f"mean {np.mean(lengths):,.1f}; {', '.join(parts)}"
 
 
-def natural(text: str) -> int:
-    """Parse an integer from 0 to 2**48 - 1, for argparse."""
-    number = int(text)
-    if not 0 <= number < 1 << 48:
-        raise argparse.ArgumentTypeError(f"{number}, expected 0 to 2**48 - 1")
-    return number
+natural = number_type(int, lambda number: 0 <= number < 1 << 48, "0 to 2**48 - 1")
 
 
 def setting(text: str) -> tuple[str, Any]:

@@ -82,7 +82,6 @@ class State(OneTokenTask):
 
     @property
     def order(self) -> int:
-        """The number of elements of the group."""
         return len(self._table)
 
     @property

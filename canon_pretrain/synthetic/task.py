@@ -219,7 +219,6 @@ class Task(ABC):
         return hashlib.sha256(content.encode()).hexdigest()
 
     def instances(self, seed: int, first: int, count: int, domain: int = TRAINING) -> Instances:
-        """Return the instances `first` ... `first + count - 1`."""
         return self.build(self._random_bits(seed, first, count, domain), seed)
 
     def _random_bits(self, seed: int, first: int, count: int, domain: int) -> np.ndarray:
@@ -248,7 +247,6 @@ class Task(ABC):
         return int(np.ceil(mean_number + 2 * deviation))
 
     def windows(self, seed: int, first: int, count: int, domain: int = TRAINING) -> Windows:
-        """Return the windows `first` ... `first + count - 1`."""
         numbers = np.arange(first, first + count)
         return self._fill(seed, numbers, domain, self._per_window)
 
@@ -351,10 +349,7 @@ def token_spans(positions: np.ndarray, tokens: range, max_positions: int | None)
 
 
 def divergence(p: np.ndarray, log_q: np.ndarray) -> float:
-    """Return KL(p || q) = sum of p * (log p - log q), in nats, mean over rows [rows, tokens].
-
-    p = 0 adds nothing.
-    """
+    """Return KL(p || q) in nats, mean over rows [rows, tokens]; p = 0 adds nothing."""
     is_possible = p > 0
     num_rows = len(p)
     p = p[is_possible]

@@ -107,7 +107,6 @@ class TaskSection(_section(), TaskName):  # type: ignore[misc]  # the class is m
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings that are set."""
         values = vars(self) | {"name": None}
         return {key: value for key, value in values.items() if value is not None}
 

@@ -195,7 +195,6 @@ class Console:
             yield from (*line, Segment.line())
 
     def _lines(self, width: int) -> Iterator[rich.console.RenderableType]:
-        """Yield the lines of the view."""
         # Progress
         step = self._latest.get("step", {})
         progress = f"{self._step / self.total_steps:.1%}"

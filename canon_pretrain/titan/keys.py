@@ -90,7 +90,6 @@ def _sections() -> dict[str, Any]:
 
 
 def options_parser() -> argparse.ArgumentParser:
-    """Return the parser of the options that are no keys."""
     parser = Parser(add_help=False, exit_on_error=False)
     # the second name is torchtitan's
     parser.add_argument("--config", "--job.config_file", dest="path", type=Path)

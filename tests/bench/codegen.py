@@ -1,6 +1,6 @@
 """Kernel launches and bytes of a 1.3B block on an H100, counted in Inductor's code without a GPU.
 
-Nothing is executed: `canon_pretrain.fake_gpu.block` compiles the blocks, in a process of its own.
+Nothing is executed: `fake_block.py` compiles the blocks, in a process of its own.
 """
 
 import argparse
@@ -162,7 +162,7 @@ def count_blocks(cases: Sequence[Case], log: Log) -> list[Row]:
         "cases": [{"args": vars(case.args), "backend": case.backend} for case in cases],
     }
     process = subprocess.Popen(
-        [sys.executable, "-m", "canon_pretrain.fake_gpu.block"],
+        [sys.executable, "-m", "tests.bench.fake_block"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -34,7 +34,7 @@ from canon_pretrain.titan.command_line import parse_job
 from tests.board_runs import plant_score_run
 from tests.ranks import events, logged_step, status
 from tests.report_runs import plant_run
-from tests.support import ROOT, canon_stage, error_codes
+from tests.support import ROOT, canon_stage, command_error, error_codes, wait_until
 
 plan_sweep = canon_stage("sweep")
 main = canon_stage("playground")
@@ -86,12 +86,7 @@ def plan(folder, text=TEXT, *words):
 
 def refused(capsys, folder, text, *words):
     """Return the code of the error that ends the plan."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as left:
-        plan(folder, text, *words)
-    assert left.value.code == 2
-    (code,) = error_codes(capsys.readouterr().err)
-    return code
+    return command_error(capsys, plan, folder, text, *words)
 
 
 def test_a_plan_is_a_sweep_of_all_combinations(tmp_path):
@@ -295,9 +290,8 @@ def test_a_board_and_a_sweep_do_not_replace_each_other(tmp_path, capsys):
     assert (tmp_path / "out" / PLAN).read_bytes() == before
 
     plan(tmp_path / "other")
-    with pytest.raises(SystemExit):
-        plan_sweep(["plan", str(tmp_path / "other" / "out"), *words])
-    assert error_codes(capsys.readouterr().err) == ["sweep.other_plan"]
+    plan_other = ["plan", str(tmp_path / "other" / "out"), *words]
+    assert command_error(capsys, plan_sweep, plan_other) == "sweep.other_plan"
 
 
 @pytest.mark.parametrize("command", ["status", "report"])
@@ -326,10 +320,7 @@ def test_files_of_different_boards_are_an_error(command, tmp_path, capsys):
         if content is not None:
             path.write_bytes(content)
 
-        capsys.readouterr()
-        with pytest.raises(SystemExit):
-            main(words)
-        assert error_codes(capsys.readouterr().err) == [code]
+        assert command_error(capsys, main, words) == code
 
         plan(tmp_path, more, "--extend")
         assert path.read_bytes() == good
@@ -448,10 +439,8 @@ def test_a_claim_that_was_written_into_a_plan_is_an_error(tmp_path, capsys):
     stored["claims"] += [{"task": "copy/n4", "better": "rope", "worse": "nope_canon"}]
     (out / BOARD).write_text(json.dumps(stored))
 
-    with pytest.raises(SystemExit):
-        main(["report", str(tmp_path / "board.toml"), "--out", str(out)])
-
-    assert error_codes(capsys.readouterr().err) == ["board.claims_changed"]
+    words = ["report", str(tmp_path / "board.toml"), "--out", str(out)]
+    assert command_error(capsys, main, words) == "board.claims_changed"
 
 
 def test_a_race_does_not_look_at_runs_of_another_plan(tmp_path):
@@ -567,14 +556,6 @@ def states(folder):
     """Return the states of a board's runs."""
     rows = sweep_rows(read_sweep(folder / "out"), folder / "out", datetime.now(UTC))
     return [row.state for row in rows]
-
-
-def wait_for(happened, timeout_s=200):
-    """Poll until `happened()` is true."""
-    end = time.monotonic() + timeout_s
-    while not happened():
-        assert time.monotonic() < end
-        time.sleep(0.1)
 
 
 def set_trainer(monkeypatch, code):
@@ -876,7 +857,10 @@ def test_a_board_is_stopped_killed_and_continued(tmp_path):
 
     def started(after=0):
         process = driver(tmp_path, text, "--parallel", "2")
-        wait_for(lambda: min(map(logged_step, runs)) > after or process.poll() is not None)
+        wait_until(
+            lambda: min(map(logged_step, runs)) > after or process.poll() is not None,
+            timeout_s=200,
+        )
         assert process.poll() is None, (tmp_path / "printed").read_text()
         return process
 
@@ -896,7 +880,7 @@ def test_a_board_is_stopped_killed_and_continued(tmp_path):
     pids = [status(run).pid for run in runs]
     process.kill()
     process.wait()
-    wait_for(lambda: not any_run_is_locked(), 60)
+    wait_until(lambda: not any_run_is_locked(), timeout_s=60)
     assert states(tmp_path) == ["stopped", "stopped"]
 
     # Ctrl-C twice

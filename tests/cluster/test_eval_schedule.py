@@ -30,7 +30,7 @@ from eval.suite_names import SUITES as ALL
 from eval.suite_names import TASKS
 from tests.fake_slurm import FakeSlurm
 from tests.slurm_jobs import processes_of
-from tests.support import ROOT, error_codes, refused, write_data
+from tests.support import ROOT, command_error, error_codes, refused, write_data
 
 SUITES = ["jrt", "validation"]
 
@@ -458,10 +458,7 @@ def test_a_job_by_hand_needs_no_lease(slurm, run):
 def test_what_eval_would_refuse_is_refused_before_the_queue(words, code, run, monkeypatch, capsys):
     monkeypatch.chdir(run.parent)
 
-    with pytest.raises(SystemExit, match="2"):
-        schedule.main(["check", *words])
-
-    assert error_codes(capsys.readouterr().err) == [code]
+    assert command_error(capsys, schedule.main, ["check", *words]) == code
 
 
 def test_a_job_is_checked_with_its_checkpoint(run, monkeypatch, capsys):
@@ -470,9 +467,8 @@ def test_a_job_is_checked_with_its_checkpoint(run, monkeypatch, capsys):
     schedule.main(["check", "run", "validation"])
 
     (run / "checkpoint" / "step-20" / "data").write_text("torn")
-    with pytest.raises(SystemExit, match="2"):
-        schedule.main(["check", "run/checkpoint/step-20", "validation"])
-    assert error_codes(capsys.readouterr().err) == ["checkpoint.damaged"]
+    words = ["check", "run/checkpoint/step-20", "validation"]
+    assert command_error(capsys, schedule.main, words) == "checkpoint.damaged"
 
 
 @pytest.mark.usefixtures("slurm")

@@ -21,7 +21,7 @@ from canon_pretrain.titan.command_line import parse_job
 from tests.ranks import status
 from tests.report_runs import launch as launch_event
 from tests.report_runs import plant_planned_run, plant_results, plant_run, step
-from tests.support import ROOT, canon_stage, error_codes
+from tests.support import ROOT, canon_stage, command_error
 
 main = canon_stage("sweep")
 
@@ -51,12 +51,7 @@ def printed(capsys, *words):
 
 def refused(capsys, *words):
     """Return the code of the error that ends the command."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as left:
-        main([*map(str, words)])
-    assert left.value.code == 2
-    (code,) = error_codes(capsys.readouterr().err)
-    return code
+    return command_error(capsys, main, words)
 
 
 def config(path, text=""):

@@ -4,8 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +14,7 @@ from canon_pretrain.core.children import (
     separate_sessions,
     start_child,
 )
-from tests.support import ROOT
+from tests.support import ROOT, is_running, wait_until
 
 SERVER = """
 import os, sys, time
@@ -53,27 +51,10 @@ def server():
     server.close()
 
 
-def wait_until(condition, timeout_s=30):
-    """Poll until `condition()` is true."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def exit_code(child):
     """Wait until a child ends, and return its code."""
     wait_until(lambda: child.poll() is not None)
     return child.returncode
-
-
-def is_running(pid):
-    """Return whether a process exists and is no zombie."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
 
 
 def test_children_are_this_process_s_own(server, tmp_path):

@@ -13,7 +13,7 @@ from canon_pretrain.core import files
 from canon_pretrain.core.cli import EXIT_INTERRUPTED, command, run_process
 from canon_pretrain.core.errors import reason_in
 from canon_pretrain.core.terminal import printable
-from tests.support import ROOT, error_codes
+from tests.support import ROOT, command_error, error_codes
 
 SCRIPT = r"""
 import logging, os, sys
@@ -144,13 +144,7 @@ def test_a_process_ends_as_python_would_end_it(ending, code, error, tmp_path):
     ],
 )
 def test_a_usage_error_has_a_code(words, capsys):
-    stage, *rest = words.split()
-
-    with pytest.raises(SystemExit) as ended:
-        canon.main([stage, *rest])
-
-    assert ended.value.code == 2
-    assert error_codes(capsys.readouterr().err) == ["cli.usage"]
+    assert command_error(capsys, canon.main, words.split()) == "cli.usage"
 
 
 def test_the_version_is_printed(capsys):

@@ -26,7 +26,7 @@ from canon_pretrain.core.lock import (
     remove_locks,
 )
 from tests import checkpoint_folders
-from tests.support import ROOT, refused
+from tests.support import ROOT, refused, wait_until
 
 # an expiry of 100 heartbeats: on a busy machine a live holder may miss some
 FAST: dict[str, Any] = {"heartbeat_s": 0.05, "expiry_s": 5.0}
@@ -123,13 +123,6 @@ def launch():
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "run" / "lock.json"
-
-
-def wait_until(condition, seconds=10.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "timeout"
-        time.sleep(0.01)
 
 
 def stale(path, age_s=0.0, **changes):

@@ -15,7 +15,7 @@ from tests.commands import Command
 from tests.eval_fixtures import rows_of, stage_fixtures
 from tests.eval_text_runs import write_run
 from tests.ports import free_port
-from tests.support import error_codes
+from tests.support import command_error, error_codes
 
 pytestmark = pytest.mark.system
 
@@ -149,9 +149,7 @@ def test_a_full_disk_keeps_what_was_written(base, tmp_path, capsys):
     out = disk / "x"
     with small_disk(disk, "size=96k"):
         words = command(base, "jrt", out, "--max_length", 1000)
-        with pytest.raises(SystemExit, match="2"):
-            main(words)
-        assert error_codes(capsys.readouterr().err) == ["eval.cannot_write"]
+        assert command_error(capsys, main, words) == "eval.cannot_write"
         assert not (out / RESULTS).exists()
         kept = [*(out / "unfinished").glob("*.task.json")]
         assert kept

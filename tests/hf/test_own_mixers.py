@@ -23,7 +23,7 @@ from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.titan.job_config import CanonJobConfig
 from tests.hf_exports import hub_environment, plant_run
 from tests.hf_exports import quick as quick
-from tests.support import ROOT, canon_stage, error_codes, refused
+from tests.support import ROOT, canon_stage, command_error, refused
 from tests.variants import BASE, build, random_tokens
 
 main = canon_stage("hf")
@@ -197,9 +197,8 @@ def test_an_import_needs_trust(run, exported, tmp_path, capsys):
     ):
         with refused("hf.untrusted_mixer"):
             read()
-    with pytest.raises(SystemExit):
-        main(["import", str(planted), str(tmp_path / "out")])
-    assert error_codes(capsys.readouterr().err) == ["hf.untrusted_mixer"]
+    untrusted = ["import", str(planted), str(tmp_path / "out")]
+    assert command_error(capsys, main, untrusted) == "hf.untrusted_mixer"
     assert not marker.exists() and not (tmp_path / "out").exists()
     main(["import", str(planted), str(tmp_path / "trusted"), "--trust-code"])
     assert marker.exists()

@@ -17,7 +17,7 @@ from canon_pretrain.hf.export import RECORD
 from tests.fake_model_hub import USER, model_hub
 from tests.hf_exports import isolate_remote_code, plant_run
 from tests.hf_exports import quick as quick
-from tests.support import ROOT, canon_stage, error_codes
+from tests.support import ROOT, canon_stage, command_error, error_codes
 from tests.variants import VARIANTS, build, random_tokens
 
 main = canon_stage("hf")
@@ -72,11 +72,8 @@ def push(*words):
 
 
 def refusal(capsys, *words):
-    """Push, expecting a failure; return the codes of its errors."""
-    with pytest.raises(SystemExit) as left:
-        push(*words)
-    assert left.value.code == 2
-    return error_codes(capsys.readouterr().err)
+    """Push, expecting a failure; return the code of its error."""
+    return command_error(capsys, push, *words)
 
 
 def read_record(folder):
@@ -203,7 +200,7 @@ def num_commits(hub):
 def test_refusals_of_the_hub_publish_nothing(at, hub, checkpoint, capsys):
     for status, code in ERRORS[at].items():
         hub.statuses = {at: status}
-        assert refusal(capsys, checkpoint, REPO, "--no-tokenizer") == [code]
+        assert refusal(capsys, checkpoint, REPO, "--no-tokenizer") == code
         assert num_commits(hub) == 1
 
     hub.statuses = {}
@@ -213,7 +210,7 @@ def test_refusals_of_the_hub_publish_nothing(at, hub, checkpoint, capsys):
 
 def test_an_interrupted_upload_publishes_nothing(hub, checkpoint, capsys):
     hub.cut = 1000
-    assert refusal(capsys, checkpoint, REPO, "--no-tokenizer") == ["hub.unavailable"]
+    assert refusal(capsys, checkpoint, REPO, "--no-tokenizer") == "hub.unavailable"
     assert len(hub.models[REPO]["main"]) == 1
     assert not hub.large
 
@@ -225,32 +222,32 @@ def test_an_interrupted_upload_publishes_nothing(hub, checkpoint, capsys):
 def test_names_that_are_taken_or_of_others(hub, checkpoint, capsys):
     taken = {"config.json": b"{}", "README.md": b"mine"}
     hub.models[REPO] = {"main": [dict(taken)]}
-    assert refusal(capsys, checkpoint, REPO, "--no-tokenizer") == ["hub.name_taken"]
+    assert refusal(capsys, checkpoint, REPO, "--no-tokenizer") == "hub.name_taken"
     assert hub.files() == taken
 
     hub.models[REPO] = {"main": [{"README.md": b"mine"}]}
-    codes = refusal(capsys, checkpoint, REPO, "--no-tokenizer", "--private")
-    assert codes == ["hub.public_repo"]
+    code = refusal(capsys, checkpoint, REPO, "--no-tokenizer", "--private")
+    assert code == "hub.public_repo"
 
-    assert refusal(capsys, checkpoint, "other/model", "--no-tokenizer") == ["hub.no_access"]
-    assert refusal(capsys, checkpoint, "a/b/c") == ["hub.repo_name"]
+    assert refusal(capsys, checkpoint, "other/model", "--no-tokenizer") == "hub.no_access"
+    assert refusal(capsys, checkpoint, "a/b/c") == "hub.repo_name"
 
 
 PAGE = b"<html>Log in to the network</html>"
 
 
 def test_exports_that_cannot_be_pushed(hub, out, capsys):
-    assert refusal(capsys, out, REPO, "--dtype", "float16") == ["option.conflict"]
+    assert refusal(capsys, out, REPO, "--dtype", "float16") == "option.conflict"
 
     (out / "config.json").unlink()
-    assert refusal(capsys, out, REPO) == ["hf.incomplete_export"]
+    assert refusal(capsys, out, REPO) == "hf.incomplete_export"
 
 
 def test_a_wrong_token_has_no_access(hub, checkpoint, capsys, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     hub.models[REPO] = {"main": [{"README.md": b"mine"}]}
 
-    assert refusal(capsys, checkpoint, REPO, "--no-tokenizer") == ["hub.no_access"]
+    assert refusal(capsys, checkpoint, REPO, "--no-tokenizer") == "hub.no_access"
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "README.md", "config.json", RECORD])
@@ -264,8 +261,8 @@ def test_files_that_are_links_are_never_uploaded(hub, out, tmp_path, capsys, nam
         shutil.move(out / name, secret)
     (out / name).symlink_to(secret)
 
-    assert refusal(capsys, out, REPO) == ["hf.not_an_export"]
-    assert refusal(capsys, out, REPO, "--dry_run") == ["hf.not_an_export"]
+    assert refusal(capsys, out, REPO) == "hf.not_an_export"
+    assert refusal(capsys, out, REPO, "--dry_run") == "hf.not_an_export"
     assert not hub.models
 
 
@@ -276,7 +273,7 @@ def test_files_elsewhere_are_never_uploaded(hub, out, tmp_path, capsys):
 
     for name in ("../secret.txt", str(secret), ".."):
         write_record(out, record | {"files": [*record["files"], name]})
-        assert refusal(capsys, out, REPO) in (["hf.not_an_export"], ["hf.incomplete_export"])
+        assert refusal(capsys, out, REPO) in ("hf.not_an_export", "hf.incomplete_export")
 
     assert not hub.models
 
@@ -284,7 +281,7 @@ def test_files_elsewhere_are_never_uploaded(hub, out, tmp_path, capsys):
 def test_a_page_of_another_server_is_no_refusal(hub, checkpoint, capsys):
     for status, at in ((200, "whoami"), (403, "whoami"), (404, "repos/create"), (200, "preupload")):
         hub.answers = {at: (status, PAGE, "text/html")}
-        assert refusal(capsys, checkpoint, REPO, "--no-tokenizer") == ["hub.unexpected"]
+        assert refusal(capsys, checkpoint, REPO, "--no-tokenizer") == "hub.unexpected"
         assert num_commits(hub) == 1
 
 
@@ -292,7 +289,7 @@ def test_an_answer_without_a_name(hub, checkpoint, capsys):
     for answer in ({}, [], None, {"name": None}, {"name": 5}):
         hub.answers = {"whoami": (200, json.dumps(answer).encode(), "application/json")}
         for repo in (REPO, "model"):
-            assert refusal(capsys, checkpoint, repo, "--no-tokenizer") == ["hub.unexpected"]
+            assert refusal(capsys, checkpoint, repo, "--no-tokenizer") == "hub.unexpected"
 
     assert not hub.models
 

@@ -25,7 +25,7 @@ from eval.model.lm import CanonLM
 from tests.data_folders import sentence
 from tests.eval_text_runs import VOCAB_SIZE, write_run
 from tests.scripted_lm import requests
-from tests.support import canon_stage, error_codes, refused
+from tests.support import canon_stage, command_error, error_codes, refused
 
 main = canon_stage("sample")
 
@@ -259,9 +259,7 @@ def test_bad_prompts_are_refused(base, capsys, tmp_path):
         ("sample.prompt_too_long", ["--file", "/dev/zero"]),
         ("sample.not_utf8", ["--prompt", "bad\udcff"]),
     ):
-        with pytest.raises(SystemExit, match="2"):
-            main([str(base / "run"), *words])
-        assert error_codes(capsys.readouterr().err) == [code]
+        assert command_error(capsys, main, [str(base / "run"), *words]) == code
 
 
 def test_other_tokenizers_are_refused(base, samplers):
@@ -527,10 +525,8 @@ def test_a_prompt_may_be_piped(base, pipe, capsys, options, content, prompt):
 def test_a_piped_prompt_is_utf8(base, pipe, capsys):
     pipe(b"\xff")
 
-    with pytest.raises(SystemExit, match="2"):
-        main([str(base / "run"), "--max_tokens", "1", "--json"])
-
-    assert error_codes(capsys.readouterr().err) == ["sample.not_utf8"]
+    words = [str(base / "run"), "--max_tokens", "1", "--json"]
+    assert command_error(capsys, main, words) == "sample.not_utf8"
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]], ids=["text", "json"])

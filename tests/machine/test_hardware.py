@@ -10,7 +10,7 @@ from canon_pretrain.machine import device as device_module
 from canon_pretrain.machine import gpus, hardware, memory
 from eval.__main__ import main as eval_main
 from tests.bench.limits import Machine
-from tests.support import debug_run, error_codes, refused
+from tests.support import command_error, debug_run, refused
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
@@ -128,10 +128,7 @@ def test_commands_refuse_an_unusable_gpu(broken_gpu, data_folder, tmp_path, caps
     evaluation = ["run", "--checkpoint", str(tmp_path), "--suite", "validation"]
 
     for main, arguments in ((train.main, training), (eval_main, evaluation)):
-        with pytest.raises(SystemExit) as ended:
-            main(arguments)
-        assert ended.value.code == 2
-        assert error_codes(capsys.readouterr().err) == ["gpu.unusable"]
+        assert command_error(capsys, main, arguments) == "gpu.unusable"
     assert not (tmp_path / "run").exists()
 
     with refused("gpu.unusable"):

@@ -27,7 +27,7 @@ from canon_pretrain.run.log import RunLog, number
 from canon_pretrain.run.results import Score
 from tests.ranks import events, launch
 from tests.report_runs import TOKENS_A_STEP, plant_results, plant_run, run_command
-from tests.support import ROOT, debug_run, error_codes
+from tests.support import ROOT, debug_run, error_codes, is_running, wait_until
 
 WRONG = 99.0
 SECRET = "c0ffee" * 7
@@ -403,15 +403,6 @@ def test_commands_of_the_live_copies(tmp_path, monkeypatch):
     assert of_wandb == [["wandb", *follow, *options]]
 
 
-def is_running(pid):
-    """Return whether a process exists and is no zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
-
-
 def test_a_live_copy_that_fails_or_hangs_is_ended(tmp_path, monkeypatch, caplog):
     commands = {
         "wandb": [sys.executable, "-c", "raise SystemExit('error: no network.')"],
@@ -435,8 +426,7 @@ def test_a_live_copy_that_fails_or_hangs_is_ended(tmp_path, monkeypatch, caplog)
     for text, target in zip(caplog.messages, ("other", "wandb", "tensorboard"), strict=True):
         assert target in text
     child = int((tmp_path / "child").read_text())
-    while is_running(child):
-        assert time.monotonic() < begin + 10, "a child of the live copy is still running"
+    wait_until(lambda: not is_running(child), timeout_s=10)
     exports.finish()  # a second call does nothing
 
 

@@ -29,7 +29,7 @@ from canon_pretrain.titan.dry_run import (
 )
 from canon_pretrain.titan.spec import head_loss
 from canon_pretrain.train import main
-from tests.support import ROOT, debug_run, error_codes, refused, write_split
+from tests.support import ROOT, command_error, debug_run, refused, write_split
 from tests.variants import variant
 
 CONFIGS = ROOT / "train_configs"
@@ -301,9 +301,7 @@ def test_force_starts_it_all_the_same(data_folder, tmp_path, monkeypatch, capsys
     monkeypatch.setattr(entry, "init_logging", begin)
     arguments = list(map(str, debug_run(data_folder, tmp_path / "run")))
 
-    with pytest.raises(SystemExit):
-        main(arguments)
-    assert error_codes(capsys.readouterr().err) == ["memory.too_small"]
+    assert command_error(capsys, main, arguments) == "memory.too_small"
 
     with pytest.raises(Begun):
         main([*arguments, "--force"])
@@ -343,10 +341,8 @@ def test_replicas_hold_all_states_each_and_share_the_batch():
     ],
 )
 def test_wrong_options_exit_with_2(code, options, capsys):
-    with pytest.raises(SystemExit) as exit_info:
-        main(["--config", str(CONFIGS / "nope_canon.toml"), *options.split()])
-    assert exit_info.value.code == 2
-    assert error_codes(capsys.readouterr().err) == [code]
+    arguments = ["--config", str(CONFIGS / "nope_canon.toml"), *options.split()]
+    assert command_error(capsys, main, arguments) == code
 
 
 def test_mamba2_is_planned_by_its_state(capsys):

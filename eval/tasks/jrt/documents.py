@@ -76,7 +76,6 @@ class Style:
     documents: tuple[str, ...] = ()
 
     def finish_row(self, row: Row) -> Row:
-        """Return a row with its finished context."""
         return {**row, self.context: self.finish(row[self.context])}
 
 

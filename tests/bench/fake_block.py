@@ -1,6 +1,6 @@
 """Launches and bytes of blocks on a fake H100: the process of `python -m tests.bench codegen`.
 
-    python -m canon_pretrain.fake_gpu.block < REQUEST.json
+    python -m tests.bench.fake_block < REQUEST.json
 
 A request names micro_batch, num_tokens and cases, each with a block's `args` (fields of ModelArgs)
 and `backend`. Prints a line of JSON per case: by pass the launches of generated kernels, our
