@@ -117,7 +117,10 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     run: RunFolder | None = None,
 ) -> Transformer:
-    """Load a step or an export in eval mode, for `max_length` tokens or its own if more."""
+    """Return the model of RUN/checkpoint/step-N or of an exported folder, in eval mode.
+
+    It reads up to `max_length` tokens, or its max_seq_len if that is more.
+    """
     is_exported = is_folder(path)
     if is_exported:
         args = folder_args(path)

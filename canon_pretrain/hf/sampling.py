@@ -31,7 +31,10 @@ class Settings(NamedTuple):
 
 
 class Detokenizer:
-    """Decodes ids as they come, from a few tokens before; `pending` is text that may change."""
+    """Decodes ids as they come, each time from a few tokens before the new ones.
+
+    `pending`: the end of the text that later ids may change.
+    """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
@@ -122,7 +125,10 @@ class Sampler:
 
     @classmethod
     def load(cls, path: Path, dtype: str = "auto", tokenizer_path: Path | None = None) -> Self:
-        """Load a run, a checkpoint or an export, onto the GPU if there is one. Raises UserError."""
+        """Load onto the GPU if there is one; `tokenizer_path` replaces the run's tokenizer.
+
+        `path` is a run, a checkpoint or an export. Raises UserError.
+        """
         check_cuda()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -40,7 +40,10 @@ def check_cuda() -> None:
 
 
 def to_device(tensor: "torch.Tensor", device: "torch.device | str") -> "torch.Tensor":
-    """Return a tensor on `device`; to a GPU from pinned memory, so that the host does not wait."""
+    """Return a CPU tensor on `device`, for a GPU copied asynchronously from pinned memory.
+
+    For a copy from pageable memory the host would wait.
+    """
     if str(device).startswith("cuda"):
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

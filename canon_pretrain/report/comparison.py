@@ -68,7 +68,10 @@ def add_noise_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def noise_options(arguments: argparse.Namespace, runs: Sequence[RunRecord], **more: Any) -> Options:
-    """Return the options of add_noise_arguments, and `more`. UserError for a bad --seed-sigma."""
+    """Return the options of add_noise_arguments, and `more`.
+
+    Raises UserError if --seed-sigma names an unknown task or is not above 0.
+    """
     # Names that an option may have: of tasks, and of a task's metrics.
     names: set[str] = set()
     for run in runs:

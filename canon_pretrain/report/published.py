@@ -119,7 +119,10 @@ Curves = dict[Key, dict[str, Curve]]
 
 
 def read_clone(clone: Path) -> tuple[Curves, dict[str, str]]:
-    """Return the curves in a clone of PhysicsLM4, and its pages' SHA-256. Raises UserError."""
+    """Return the curves in a clone of PhysicsLM4, and the SHA-256 of each page that has any.
+
+    Raises UserError if there is none or a page is damaged.
+    """
     curves: Curves = {}
     pages: dict[str, str] = {}
     for path in sorted(clone.rglob("*.html")):

@@ -213,7 +213,10 @@ def newest_snapshot(run: RunFolder) -> Path | None:
 
 
 def take_snapshot(run: RunFolder) -> Path:
-    """Return the newest snapshot, RUN/code/NNN, made if the source differs. Raises UserError."""
+    """Return a snapshot of the program's source: RUN/code/NNN, a new one if the newest differs.
+
+    Raises UserError if it cannot be written, or others may write it.
+    """
     try:
         run.code.mkdir(mode=0o755, parents=True, exist_ok=True)
     except OSError as error:
