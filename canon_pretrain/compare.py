@@ -447,7 +447,10 @@ def board_values(
 def continued_board(
     path: Path, architectures: Mapping[str, Settings], num_seeds: int
 ) -> dict[str, Any]:
-    """Return DIR's board with at least `num_seeds` seeds; UserError if it is another comparison."""
+    """Return the board of DIR with at least `num_seeds` seeds.
+
+    Raises UserError if it compares other architectures.
+    """
     board = read_experiment(path)
     if board.get("architectures") != dict(architectures):
         raise UserError(

@@ -45,7 +45,10 @@ def open_nonblocking(path: str, flags: int) -> int:
 
 
 def open_file(path: Path, mode: Literal["rb", "ab", "wb"]) -> BinaryIO:
-    """Open a regular file, never waiting for a FIFO. Raises OSError, ENXIO for other kinds."""
+    """Open a regular file, without waiting for the other end of a FIFO.
+
+    Raises OSError, ENXIO if the file is not regular.
+    """
     not_regular = OSError(errno.ENXIO, "not a regular file", str(path))
     try:
         file: BinaryIO = open(path, mode, opener=open_nonblocking)

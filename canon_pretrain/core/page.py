@@ -57,7 +57,10 @@ def _without_controls(value: Any) -> Any:
 def write_page(
     path: Path, templates: Path, name: str, plotted: Any, *, dark: bool = True, **values: Any
 ) -> None:
-    """Write the page `name` with its template's values and its script's JSON; and plotly.js."""
+    """Write the page `name` of `templates` to `path`, and plotly.js next to it, once for all.
+
+    `values` are those of the template; `plotted` (JSON) is what its script draws.
+    """
     library = path.with_name(f"plotly-{get_plotlyjs_version()}.min.js")
     source = get_plotlyjs().encode()
     if not library.exists() or library.stat().st_size != len(source):

@@ -45,7 +45,10 @@ Values = dict[str, Any]
 
 @dataclass
 class Section:
-    """Two runs' records, keys of `diff --json`; `own` differences, of a run or job, are ignored."""
+    """The records of two runs: `own` differences are of a run or job, and ignored.
+
+    Its fields are keys of `diff --json`.
+    """
 
     differences: dict[str, list[Any]] = field(default_factory=dict)
     """Name -> the values of A and B."""

@@ -178,7 +178,10 @@ def _print(content: ReportContent, path: Path) -> None:
 def report_content(
     runs: Sequence[RunRecord], comparison: Comparison, clone: Path | None = None
 ) -> ReportContent:
-    """Return all content of the report; `clone`: of PhysicsLM4, whose curves to show beside."""
+    """Return all content of the report; `comparison`: comparison_content().
+
+    `clone`: of PhysicsLM4, whose curves to show beside the runs'.
+    """
     # The newest scores of each suite.
     newest: dict[str, dict[RunRecord, Evaluation]] = {}
     for run in runs:

@@ -126,7 +126,10 @@ def logged_losses(run: RunRecord, metric: str = NATS) -> dict[Scored, float]:
 
 
 def tokens_at(run: RunRecord, step: int) -> int | None:
-    """Return the tokens seen by `step`, at the pace of the nearest logged step, or None."""
+    """Return the tokens seen by `step`, logged or not; None if no step is logged.
+
+    The tokens per step are those of the nearest logged step.
+    """
     after = bisect.bisect_left(run.steps, step, key=lambda event: event.step)
     before = max(after - 1, 0)
     neighbors = run.steps[before : after + 1]
