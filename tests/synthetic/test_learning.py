@@ -9,13 +9,56 @@ from tests.support import ROOT, train
 FOLDER = ROOT / "train_configs" / "playground" / "tiny"
 
 
+def trained_score(run, name, *options):
+    """Train a tiny config in `run`, and return its main score."""
+    config = FOLDER / f"{name}.toml"
+    train("--config", config, "--job.dump_folder", run, *options, timeout=900)
+    main(["run", "--checkpoint", str(run), "--suite", "playground"])
+    (path,) = (run / "evals").rglob("results.json")
+    results = read_results(path)
+    (score,) = results.asked["tasks"]["playground"]["primary"]
+    return results.scores["playground"][score].value
+
+
 @pytest.mark.learning
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.toml")))
 def test_a_small_model_solves(name, tmp_path):
-    train("--config", FOLDER / f"{name}.toml", "--job.dump_folder", tmp_path, timeout=900)
-    main(["run", "--checkpoint", str(tmp_path), "--suite", "playground"])
-    (path,) = (tmp_path / "evals").rglob("results.json")
-    results = read_results(path)
-    (score,) = results.asked["tasks"]["playground"]["primary"]
-    assert results.scores["playground"][score].value > 0.95
+    assert trained_score(tmp_path, name) > 0.95
+
+
+@pytest.mark.learning
+@pytest.mark.timeout(1200)
+def test_attention_and_canon_recall_64_pairs_after_32(tmp_path):
+    trained_score(tmp_path / "32", "mqar")
+
+    sizes = {"pairs": 64, "queries": 64, "slots": 64}
+    score = trained_score(
+        tmp_path / "64",
+        "mqar",
+        *(word for key, size in sizes.items() for word in (f"--data.task.{key}", size)),
+        *("--training.seq_len", 257),
+        *("--training.steps", 40),
+        *("--lr_scheduler.warmup_steps", 4),
+        *("--validation.freq", 20),
+        *("--checkpoint.initial_load_path", tmp_path / "32" / "checkpoint" / "step-400"),
+    )
+    assert score >= 0.99
+
+
+@pytest.mark.learning
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("mixer", ["gla", "mamba2", "gated_deltanet"])
+def test_no_linear_model_of_one_layer_solves_s5(mixer, tmp_path):
+    """Its word problem is complete for NC1; a guess is right 1 time in 120."""
+    score = trained_score(
+        tmp_path,
+        "state",
+        *("--model.mixer", mixer),
+        *("--model.ffn", "gated"),
+        *("--model.num_layers", 1),
+        *("--model.position", "nope"),
+        *("--data.task.group", "s5"),
+        *("--training.steps", 1000),
+    )
+    assert score < 0.1
