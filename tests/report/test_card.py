@@ -294,7 +294,10 @@ def test_a_card_of_a_synthetic_task(tmp_path):
     ("mixer", "label"),
     [
         ("gla", "gated linear attention (GLA), 4 heads"),
-        ("decaying_average.py:DecayingAverage", "decaying_average.py:DecayingAverage"),
+        (
+            "decaying_average.py:DecayingAverage",
+            "a class of its own (decaying_average.py:DecayingAverage), 4 heads",
+        ),
     ],
 )
 def test_a_card_names_the_mixer(mixer, label, tmp_path):
