@@ -54,7 +54,10 @@ Generate = Callable[[list[list[int]], int], list[list[int]]]
 
 @dataclass(frozen=True)
 class Row:
-    """The speed of a candidate; `equal_answers`: the share that equals transformers'."""
+    """The speed of a candidate.
+
+    `equal_answers`: the share of its answers that are those of transformers.
+    """
 
     name: str
     batch: int

@@ -159,7 +159,10 @@ def _stop_if_closed() -> None:
 def record(
     sampler: "Sampler", answer: "Answer", settings: "Settings", prompt_losses: Sequence[float]
 ) -> dict[str, Any]:
-    """Return a sample as --json prints it; `prompt_losses`: nats of the prompt's tokens[1:]."""
+    """Return a sample with its ids and log-probabilities, as --json prints it.
+
+    `prompt_losses`: nats of all tokens of the prompt but the first.
+    """
     return {
         "checkpoint": str(sampler.checkpoint),
         "prompt": sampler.decode(answer.prompt),
@@ -203,7 +206,10 @@ class Stream:
         self._num_shown = 0  # tokens of it
 
     def run(self, settings: "Settings", first_sample: int = 0) -> None:
-        """Sample, print, and say how fast; Ctrl-C ends all. `first_sample` sets the draws."""
+        """Sample, print, and say how fast; Ctrl-C ends all answers.
+
+        `first_sample`: number of the first answer, which sets its draws.
+        """
         start = time.perf_counter()
         self._begin_next()
         try:

@@ -184,7 +184,10 @@ def _free_port() -> int:
 
 
 def _wait(children: Sequence[Child]) -> int:
-    """Wait for all children, stop the others if one fails; return the first failed code, or 0."""
+    """Wait for all children; return the exit code of the first that failed, else 0.
+
+    A failure or an interruption of one stops the others.
+    """
     failure = 0
     try:
         while None in (codes := [child.poll() for child in children]):

@@ -156,7 +156,10 @@ class Trial:
     # -- the plan
 
     def _read(self, request: Request) -> Record | None:
-        """Return an earlier call's plan, if any. UserError for another request or folder."""
+        """Return the plan of an earlier call; None without one.
+
+        Raises UserError if the request differs, or the folder is not that of a trial.
+        """
         path = self.folder / RECORD
         if not path.exists():
             # the record is written last, after the configs
@@ -227,7 +230,10 @@ class Trial:
             self.stages.run("text to shards", "data", "build", *record.build)
 
     def _train(self) -> set[str]:
-        """Train all runs, return the diverged. KeyboardInterrupt; UserError for other failures."""
+        """Train all runs; return the names of those that have diverged.
+
+        Raises KeyboardInterrupt; UserError if a run failed for another reason.
+        """
         configs = list(map(str, self.configs.values()))
         sweep = make_sweep(configs, (), SEEDS, "both", ())
         self.runs.mkdir(exist_ok=True)
@@ -278,7 +284,10 @@ class Trial:
     def _conclude(
         self, record: Record, finished: Mapping[str, Sequence[str]], diverged: Iterable[str]
     ) -> None:
-        """Print losses, verdict and page. SystemExit 1 if a model has no run that finished."""
+        """Print the losses, the verdict and the page, the last lines.
+
+        Raises SystemExit with code 1 if a model has no run that finished.
+        """
         runs_by_model: dict[str, list[RunRecord]] = {model: [] for model in finished}
         for model, names in finished.items():
             if names:
@@ -303,7 +312,10 @@ class Trial:
             raise SystemExit(1)
 
     def _print_losses(self, record: Record, runs_by_model: Mapping[str, list[RunRecord]]) -> None:
-        """Print mean and seeds' losses, which may differ much, and a bigram's; best first."""
+        """Print the mean loss of each model with that of each seed, and a bigram's; best first.
+
+        Each seed's, because two seeds may differ much.
+        """
         losses: dict[str, float] = {}  # by line
         for model, runs in runs_by_model.items():
             if not runs:

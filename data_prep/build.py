@@ -212,7 +212,10 @@ def build(
     limits: Limits = NO_LIMITS,
     job_slice: JobSlice | None = None,
 ) -> None:
-    """Build or resume `out`; a `job_slice` only its groups, no manifest. Raises UserError."""
+    """Build or resume the folder `out`, printing progress. Raises UserError.
+
+    With a `job_slice`, build only its input groups, and no manifest.
+    """
     start = time.monotonic()
     _check_folder(out)
     request = TokenizerRequest.parse(tokenizer, eos)

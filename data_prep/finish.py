@@ -239,7 +239,10 @@ def _not_built(out: Path, plan: Plan, group: int) -> UserError:
 
 
 def _cut_shard(folder: Path, commit: NamedRecord, documents: int, tokens: int) -> Cut | None:
-    """Cut a shard to at most so many documents and tokens, None if none fits. Raises UserError."""
+    """Cut a shard to at most so many documents and tokens, None if no document fits.
+
+    Raises UserError.
+    """
     path = folder / f"{commit.name}.docs"
     if commit.record.version == WITHOUT_BYTE_ENDS:
         raise UserError(

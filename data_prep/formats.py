@@ -75,7 +75,10 @@ def has_rows(path: Path) -> bool:
 
 
 def first_object(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in a file's first line that is not blank, if any. UserError."""
+    """Return the JSON object in a file's first line that is not blank; None if there is none.
+
+    Raises UserError.
+    """
     with open_regular(path) as file:
         head = file.read(PROBE_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
         if not head.startswith(b"{"):

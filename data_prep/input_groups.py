@@ -185,7 +185,10 @@ def _build_in_worker(job: InputGroupJob) -> int:
 def run_jobs(
     jobs: Sequence[InputGroupJob], workers: int, is_needed: Callable[[int], bool], counts: Any
 ) -> Iterator[int]:
-    """Run jobs in order in `workers` processes, if then still needed; yield finished groups."""
+    """Run the jobs in order, in `workers` processes; yield finished input groups.
+
+    `is_needed` says at the start of a job whether its input group is still needed.
+    """
     # Without other processes.
     if workers == 1 or len(jobs) < 2:
         for job in jobs:

@@ -169,7 +169,10 @@ class _Format(NamedTuple):
 
 
 class InputReader:
-    """Reader of `source_input`; `sha256` is "" until all is read, `bytes_read` is so far."""
+    """Reader of `source_input` below `root`; `sha256` is "" until all is read.
+
+    `bytes_read`: of the file, so far.
+    """
 
     def __init__(
         self,
@@ -187,7 +190,10 @@ class InputReader:
         self.sha256 = ""
 
     def rows(self) -> Rows:
-        """Yield the rows in the file's order; close the generator to close it. Raises UserError."""
+        """Yield the rows in the file's order; close the generator to close the file.
+
+        Raises UserError.
+        """
         self.sha256 = ""
         self.bytes_read = 0
         self._digest = hashlib.sha256()

@@ -158,7 +158,10 @@ class StoredShard:
     def _check_all(
         self, record: CommitRecord, plan: Plan, tables: Mapping[str, np.ndarray]
     ) -> Iterator[str]:
-        """Check hash, CRCs and wrongly written ids; `tables`: the undamaged .docs and .crc."""
+        """Check hash, CRCs, and what hashes do not show: ids that were written wrong.
+
+        `tables`: the undamaged ones of .docs and .crc.
+        """
         # The documents' ends, if they are known.
         ends = np.empty(0, dtype=np.int64)
         if "docs" in tables:

@@ -45,7 +45,10 @@ Remember = Callable[[Callable[[], TaskAnswers]], TaskAnswers]
 
 @dataclass(frozen=True)
 class TaskPlan:
-    """A task: what its scores depend on, its cost, and `run`, which returns results by name."""
+    """One task: what its scores depend on, and the cost of its requests.
+
+    `run` evaluates it, and returns results by the name of the task in reports.
+    """
 
     description: dict[str, Any]
     cost: int

@@ -127,7 +127,10 @@ class Evaluation:
         self.console.print(line, soft_wrap=True, highlight=False, markup=False)
 
     def run(self, suites: Mapping[str, Path | None]) -> list[str]:
-        """Evaluate suites without results, print all scores; return what could not be scored."""
+        """Evaluate the suites without stored results, and print the scores of all.
+
+        Returns what could not be scored.
+        """
         # rank 0 reads and writes the run folder before the others
         plans = self.ranks.rank_zero_first(
             lambda: [self._plan(name, path, len(suites)) for name, path in suites.items()]

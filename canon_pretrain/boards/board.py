@@ -166,7 +166,10 @@ def read_board(path: Path) -> Board:
 
 
 def _with_mixer_paths(value: Any, folder: Path) -> Any:
-    """Return keys of [model], each FILE.py:Name absolute: from `folder`, else the working one."""
+    """Return keys of [model] with each FILE.py:Name at an absolute path.
+
+    FILE.py is relative to `folder`, else to the working directory.
+    """
     if isinstance(value, dict):
         return {
             _with_mixer_paths(key, folder): _with_mixer_paths(inner, folder)

@@ -369,7 +369,10 @@ class Driver:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Stop children at SIGINT, SIGTERM and SIGHUP, unless ignored, and at the block's end."""
+        """Stop the children at SIGINT, SIGTERM and SIGHUP, and whenever the block ends.
+
+        A signal that is ignored stays so: nohup's SIGHUP.
+        """
         before = {
             number: signal.signal(number, self._stop)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

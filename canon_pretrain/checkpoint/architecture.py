@@ -78,7 +78,10 @@ def model_args_of(folder: RunFolder) -> ModelArgs:
 
 
 def model_args(identity: Mapping[str, Any], file: Path) -> ModelArgs:
-    """Return the model of a run's `identity` in `file`, with the mixers that the run has copied."""
+    """Return the model of a run's identity, which is in `file`.
+
+    The files of the user's own mixers are those that the run has copied.
+    """
     values: dict[str, Any] = {}
     for f in fields(ModelArgs):
         # a field that an earlier version did not have is the default

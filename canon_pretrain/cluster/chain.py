@@ -292,7 +292,10 @@ def _out_of_restarts(count: int, newest: int, last_fault: str) -> Decision:
 
 
 def _requested(status: Status | None, stop_cause: StopCause) -> Decision | None:
-    """Return the decision on a launch that ended as requested; None if it failed."""
+    """Return the decision on a launch that ended as requested; None if it failed.
+
+    `status`: that the launch wrote, None if it wrote none.
+    """
     if status is not None and status.state == "done":
         return Decision("done", f"reached step {status.step} of {status.steps}")
     where = "before its first step"

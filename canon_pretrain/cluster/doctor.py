@@ -898,7 +898,10 @@ class _StepWatch(ExitStack):
 
 @contextmanager
 def _scratch_folder(folder: Path) -> Iterator[Path]:
-    """Create a folder that names its owner; remove it after the block. Raises OSError."""
+    """Create a folder for the checks, which names its owner; remove it after the block.
+
+    Raises OSError.
+    """
     from canon_pretrain.core.holder import Holder, content_of
 
     with tempfile.TemporaryDirectory(

@@ -136,7 +136,10 @@ def _section(name: str, values: Values) -> dict[str, Any]:
 
 
 def planned_identity(values: Values) -> dict[str, Any]:
-    """Return the identity of a run of `values`, without what needs its data. Raises UserError."""
+    """Return the identity of a run that trains `values`, without the fields that need its data.
+
+    These are the fingerprints, and the size of the vocabulary if it is not set. Raises UserError.
+    """
     # The architecture.
     seq_len = _section("training", values)["seq_len"]
     model = to_json(_model_args(values, seq_len))

@@ -358,7 +358,10 @@ class RankGroup(NamedTuple):
 
 
 def rank_groups(rank_nodes: Sequence[str]) -> list[RankGroup]:
-    """Return each node's ranks, those of neighbors on a ring of nodes, and all, to use in order."""
+    """Return each node's ranks, those of neighbors on a ring of nodes, and all, to use in order.
+
+    `rank_nodes`: the node of each rank.
+    """
     node_ranks: dict[str, list[int]] = {}
     for rank, node in enumerate(rank_nodes):
         node_ranks.setdefault(node, []).append(rank)

@@ -45,7 +45,10 @@ class FakeNode:
         from canon_pretrain.titan import dry_run, trainer, validation  # noqa: F401
 
     def run(self, arguments: Sequence[str], options: Options) -> Report:
-        """Train as `canon train`; UserError for bad arguments, other errors are in the report."""
+        """Train with the arguments of `canon train`. Raises UserError for bad arguments.
+
+        Other errors are part of the report.
+        """
         started = time.monotonic()
         report = Report(
             arguments=list(arguments),

@@ -59,7 +59,10 @@ def steps_per_second(step: Step, seconds: float, clock: Callable[[], float]) -> 
 
 
 def best_rate(step: Callable[[], None], seconds: float, measurements: int) -> float:
-    """Return the calls per second of the fastest, least disturbed measurement in `seconds`."""
+    """Return the calls per second in the fastest of several measurements: others are disturbed.
+
+    `seconds`: of all measurements together.
+    """
     rates: list[float] = []
     begin = time.perf_counter()
     while not rates or time.perf_counter() - begin < seconds:
@@ -139,7 +142,10 @@ def _timer(step: Step, block_s: float) -> Callable[[], float]:
 
 
 def alternate(base: Callable[[], T], other: Callable[[], T], num_pairs: int) -> list[tuple[T, T]]:
-    """Call both in turn, in alternating order against drift; return their results by pair."""
+    """Call both in turn and return their results by pair.
+
+    The order alternates, so that a drift of the machine's speed affects both.
+    """
     pairs = []
     for number in range(num_pairs):
         if number % 2 == 0:

@@ -706,7 +706,10 @@ def draw_means(
     *,
     bands: bool = False,
 ) -> Json:
-    """Draw each architecture's mean and range (error bars, or `bands`); `over` names the x axis."""
+    """Draw mean and range of each architecture's runs, at the x values of its line.
+
+    Ranges are error bars, or `bands`; `over` names the x axis.
+    """
     areas: list[Json] = []
     traces: list[Json] = []
     for line, x in zip(lines, x_values, strict=True):

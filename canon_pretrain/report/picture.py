@@ -42,7 +42,10 @@ NO_DATE: dict[Format, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Line:
-    """A label and float64 [n] coordinates, NaN for gaps, and the band from `low` to `high`."""
+    """A label and float64 [n] coordinates; a value that is not finite is a gap.
+
+    `low` and `high`, float64 [n], are the ends of a band around the line.
+    """
 
     label: str
     x: np.ndarray

@@ -79,7 +79,10 @@ def published_scores(shown: Iterable[Key]) -> Anchors | None:
 
 
 def decision(run: RunRecord, rows: Iterable[Verdict | TaskScores]) -> Decision | None:
-    """Return the decision accuracy of the published size nearest to the run's, None if unknown."""
+    """Return the decision accuracy of the published size nearest to the run's.
+
+    None if it is not known for any of the rows.
+    """
     size = _nearest_size(DECISION_SIZES, run, default=min(DECISION_SIZES.values()))
     nearest = Decision(size, DECISION_NOTE.format(size))
     if any(nearest.accuracy(row.task, row.metric) for row in rows):

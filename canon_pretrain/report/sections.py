@@ -417,7 +417,10 @@ def pair_cells(row: Verdict, comparison: WithDecisions) -> dict[str, Cell]:
 
 
 def pairs(comparison: Comparison) -> Table:
-    """Return a row per comparison (at least one), without columns that say nothing."""
+    """Return a row per comparison, of which there is at least one.
+
+    Columns that say nothing are left out.
+    """
     rows: list[dict[str, Cell]] = []
     for pair in comparison.pairs:
         row = pair.in_bits()

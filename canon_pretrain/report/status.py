@@ -200,7 +200,10 @@ class _RunReader:
         return max(summary.steps - summary.step, 0) * pace_s
 
     def _add_status(self, summary: RunSummary, status: Status) -> None:
-        """Add what status.json says, perhaps a heartbeat late; while a launch loads, step 0."""
+        """Add what status.json says, which may be a heartbeat behind the log.
+
+        While a launch loads, it has step 0.
+        """
         summary.step = max(status.step, summary.step or 0)
         summary.skipped_steps = max(status.skipped_steps, summary.skipped_steps or 0)
         summary.steps = status.steps or summary.steps

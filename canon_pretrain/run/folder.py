@@ -91,7 +91,10 @@ class RunFolder:
         return self.launches / f"{number:03}"
 
     def has_config(self) -> bool:
-        """Return whether config.json is a run's, not an export's. UnreadableFile if damaged."""
+        """Return whether config.json is that of a run; an export, for example, has one too.
+
+        Raises UnreadableFile if it is damaged.
+        """
         is_there = self.config_file.is_file()
         return is_there and "identity" in read_json(self.config_file, finite=False)
 
@@ -131,7 +134,10 @@ class RunFolder:
 
 
 def named_runs(paths: Iterable[Path], *, planned: bool = False) -> list[Path]:
-    """Return the runs that `paths` are or hold (a sweep); `planned`: also those not started."""
+    """Return the runs at `paths`, each a run, or a folder of runs (a sweep).
+
+    `planned`: also the folders of runs that have not started.
+    """
     runs = []
     for path in paths:
         runs_at_path = list(runs_below(path, planned=planned))

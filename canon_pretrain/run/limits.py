@@ -34,7 +34,10 @@ def check_limits(values: Mapping[str, Any]) -> None:
 
 
 def schedule_faults(schedule: Any, steps: int) -> Iterator[str]:
-    """Yield conflicts that would make torchtitan truncate the schedule or run past its end."""
+    """Yield conflicts that would make torchtitan truncate the schedule or run past its end.
+
+    `schedule` has the fields of `[lr_scheduler]`.
+    """
     warmup = schedule.warmup_steps
     ratio = schedule.decay_ratio
     total = schedule.total_steps

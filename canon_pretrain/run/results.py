@@ -105,7 +105,10 @@ class Failures:
 
 
 def _checked(record: dict[str, Any]) -> dict[str, Any]:
-    """Return `Results.asked` with checked types. ValueError, AttributeError or TypeError."""
+    """Return `Results.asked` if its values have their types.
+
+    Raises ValueError, AttributeError or TypeError.
+    """
     for name, kind in ASKED.items():
         value = record.get(name, "missing")
         if name not in record or not isinstance(value, kind):

@@ -254,7 +254,10 @@ def _unwritable(path: Path, error: OSError) -> UserError:
 
 
 def check_private(run: RunFolder) -> None:
-    """Raise UserError if others may write the run's folder or `code`, which job scripts run."""
+    """Raise UserError if others than this user may write the run's folder, or its `code`.
+
+    Job scripts run what is in it.
+    """
     for path in (run.path, run.code):
         with contextlib.suppress(FileNotFoundError):
             if writers := _other_writers(path):

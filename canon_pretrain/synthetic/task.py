@@ -349,7 +349,10 @@ def token_spans(positions: np.ndarray, tokens: range, max_positions: int | None)
 
 
 def divergence(p: np.ndarray, log_q: np.ndarray) -> float:
-    """Return KL(p || q) in nats, mean over rows [rows, tokens]; p = 0 adds nothing."""
+    """Return KL(p || q) = sum of p * (log p - log q), in nats, mean over rows [rows, tokens].
+
+    p = 0 adds nothing.
+    """
     is_possible = p > 0
     num_rows = len(p)
     p = p[is_possible]

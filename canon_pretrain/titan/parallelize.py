@@ -472,7 +472,10 @@ def shard(
 
 @torch.no_grad()
 def clip_gradients(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-    """Clip the total norm to `max_norm`, if not 0; return the norm before, equal on all ranks."""
+    """Clip the gradients' total norm to `max_norm`, if it is not 0.
+
+    Return the norm before clipping, which is equal on all ranks.
+    """
     # By mesh, because all tensors of a foreach operator must be of one.
     groups: dict[DeviceMesh | None, list[Tensor]] = {}
     for parameter in parameters:

@@ -52,7 +52,10 @@ class TaskScores:
         )
 
     def _answers(self, model: Transformer) -> list[list[int]]:
-        """Return all answers in order; draws depend on the window and the question's number."""
+        """Return the answers to all questions, in the order of the windows.
+
+        What is drawn depends on the window and the question's number in it.
+        """
         questions: list[tuple[EvaluationWindow, Question]] = []
         numbers: list[tuple[int, int]] = []  # seeds of a question's generator
         for window_index, window in enumerate(self._windows):

@@ -125,7 +125,10 @@ def count_step(job: CanonJobConfig, world_size: int) -> StepCounts:
 
 
 def count_model(args: ModelArgs, layout: Layout, *blocks: Work) -> StepCounts:
-    """Count a step of a model; `blocks`: costs of each kind per micro-batch, without attention."""
+    """Count a step of a model.
+
+    `blocks`: what a block of each kind costs per micro-batch, without attention.
+    """
     # A micro-batch: blocks, attention, the head, and what FSDP2 copies.
     micro_batch = Work()
     for (layer, count), block in zip(args.layer_counts, blocks, strict=True):

@@ -165,7 +165,10 @@ class CanonValidator(BaseValidator):
 
     @torch.no_grad()
     def measure(self, model: nn.Module) -> list[SourceSums]:
-        """Return each source's sums over all ranks; collective. B rows, T tokens, S sources."""
+        """Return the sums of each source over all ranks; collective.
+
+        Shapes: B rows, T tokens, S sources.
+        """
         num_sources = len(self.names)
         sums_2S = torch.zeros((2, num_sources), dtype=torch.float64, device=device_type)
         for windows_BT, source_B in zip(self._windows, self._sources, strict=True):

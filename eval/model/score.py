@@ -243,7 +243,10 @@ class Partition(NamedTuple):
 
 
 def _best_partition(overlaps: Sequence[int], start: int, stop: int, depth: int = 0) -> Partition:
-    """Return the partition of rows start .. stop that saves most tokens, by neighbors' overlaps."""
+    """Return the partition of rows start .. stop that saves the most tokens.
+
+    `overlaps[i]`: the number of tokens that the sorted rows i and i + 1 have in common.
+    """
     if stop - start == 1:
         return Partition(0, [Span(start, stop, prefix=0)])
     prefix = min(overlaps[start : stop - 1])
