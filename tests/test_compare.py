@@ -19,6 +19,7 @@ from canon_pretrain.boards.plan import plan_board
 from canon_pretrain.cluster.sweep import read_sweep
 from canon_pretrain.compare import BASELINES, PilotCost, TaskCost, fit_steps
 from canon_pretrain.model.counts import num_parameters
+from canon_pretrain.model.mixer_check import CHECKS
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.stats.decide import MAX_SEEDS, seeds_for_level
 from canon_pretrain.titan.command_line import parse_job
@@ -70,8 +71,9 @@ def mixer_with(tmp_path, body):
 
 
 def test_a_causal_mixer_passes(tmp_path):
+    assert {*compare.BOARD_CHECKS} <= {check.name for check in CHECKS}
     compare.check_mixer(AVERAGE)
-    compare.check_mixer(mixer_with(tmp_path, "return self.wv(x_BTD).cumsum(1)"))
+    compare.check_mixer(mixer_with(tmp_path, "return self.wv(x_BTD)"))
 
 
 @pytest.mark.parametrize(
@@ -83,6 +85,7 @@ def test_a_causal_mixer_passes(tmp_path):
         ("return self.wv(x_BTD) / 0", "forward"),
         ("return self.wv(x_BTD)[:, :-1]", "forward"),
         ("return self.missing(x_BTD)", "forward"),
+        ("return self.wv(x_BTD).cumsum(1)", "cache"),  # the sum is not kept
     ],
 )
 def test_a_wrong_mixer_is_refused(tmp_path, body, check):

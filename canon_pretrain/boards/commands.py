@@ -238,8 +238,8 @@ def read_board_plan(folder: Path, title: str) -> "BoardPlan":
 
     board, sweep = read_plan(folder)
 
-    # The runs that have started must have started under the claims that the page will show: those
-    # of the plan as it is now, on both sides, unless a run's planned.json says otherwise.
+    # A run's planned.json has the claims under which it started: they must be those that the page
+    # will show. A run without one is taken to have started under these.
     promises = {}
     for run in sweep.runs:
         setting, _ = board.place_of(run.config)

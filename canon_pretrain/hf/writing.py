@@ -149,7 +149,8 @@ def bundled_code(version: str | None, mixers: tuple[MixerSource, ...] = ()) -> M
 
     `from canon_pretrain.model.args import` becomes `from .args import`, also in `mixers`.
     """
-    # Follow the imports from modeling_canon.py and the mixers: ours are imported by their rows.
+    # Follow the imports from modeling_canon.py and the mixers. `mixer_class` imports the product's
+    # by the names in their rows, so that no import statement leads to them.
     sources: dict[str, str] = {}
     pending = [MODELING_MODULE, *(f"{PACKAGE}.model.{row.module}" for row in RECURRENT.values())]
     for mixer in mixers:

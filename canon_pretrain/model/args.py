@@ -218,7 +218,10 @@ class ModelArgs:
             object.__setattr__(self, "num_kv_heads", 0)
         _check(self)
 
-        # only once the numbers of heads and their dims are checked
+        # Once the numbers of heads and their dims are checked; layers of a pattern, which may have
+        # others, are ModelArgs of their own.
+        if self.pattern:
+            return
         if 2 * self.h_alibi_heads == self.num_heads:
             object.__setattr__(self, "h_alibi_heads", 0)
         if 4 * self.partial_rope_dim == self.head_dim:

@@ -1,8 +1,8 @@
 """Parameters, FLOPs and bytes of state of a model, in closed form and without torch.
 
 Of a recurrent mixer, the closed forms are in mixer_table.py; of a mixer of the user's own, they are
-counted by running it. Functions of `layer` take the
-arguments of one layer (`ModelArgs.layer_args`).
+counted by running it. Functions of `layer` take the arguments of one layer
+(`ModelArgs.layer_args`).
 
 Letters: L layers, D hidden, H heads, K key width and V value width of a head, F ffn dim, E experts,
 V D the size of the embedding.

@@ -102,7 +102,7 @@ def _usual_value(args: ModelArgs, name: str, shape: torch.Size) -> InitialValue:
         return value("truncated_normal", shape[-1] ** -0.5)
 
     # as the paper's code for this mixer
-    if args.recurrent is not None and args.recurrent.has_linear_init:
+    if args.recurrent is not None and args.recurrent.embedding_std is not None:
         if module == "tok_embeddings":
             return value("normal", args.recurrent.embedding_std)
         return value("uniform", shape[-1] ** -0.5)

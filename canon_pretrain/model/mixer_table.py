@@ -84,10 +84,9 @@ class RecurrentMixer(NamedTuple):
     1 if fla does not compute it (kernels/fla_mixers.py)."""
 
     # initial values of a model whose layers have it, with init = "paper"
-    has_linear_init: bool = False
-    """Whether matrices start as those of nn.Linear, U(-in^-1/2, in^-1/2), not as N(0, 0.02)."""
-    embedding_std: float = 0.02
-    """Of the embedding then."""
+    embedding_std: float | None
+    """Of the embedding, if matrices start as those of nn.Linear, U(-in^-1/2, in^-1/2). None: all
+    start as N(0, 0.02)."""
 
     has_llama_names: bool = False
     """Whether hf/config.py has names for its modules, those of the first exports; a new mixer keeps
@@ -185,6 +184,7 @@ RECURRENT: Mapping[str, RecurrentMixer] = MappingProxyType(
             state_products=2,
             temporary_bytes=66,  # 63 to 69
             chunked_slowdown=1.8,
+            embedding_std=None,
             has_llama_names=True,
         ),
         "mamba2": RecurrentMixer(
@@ -202,9 +202,8 @@ RECURRENT: Mapping[str, RecurrentMixer] = MappingProxyType(
             state_products=2,
             temporary_bytes=28,  # 24 to 31
             chunked_slowdown=1.5,
-            # transformers 4.47, which the paper's code requires
-            has_linear_init=True,
-            embedding_std=0.1,  # `initializer_range` of its config
+            # `initializer_range` of transformers 4.47, which the paper's code requires
+            embedding_std=0.1,
             has_llama_names=True,
         ),
         "gated_deltanet": RecurrentMixer(
@@ -221,6 +220,7 @@ RECURRENT: Mapping[str, RecurrentMixer] = MappingProxyType(
             state_products=3,  # the delta rule reads it once more
             temporary_bytes=37,  # 36 to 38
             chunked_slowdown=2.0,
+            embedding_std=None,
             has_llama_names=True,
         ),
     }

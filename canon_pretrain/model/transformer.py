@@ -286,9 +286,11 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         check_canon_backend(canon_backend)
-        # layers without a recurrence have no use for the backend, if others have one
-        kinds = args.kinds.values()
-        for kind in [kind for kind in kinds if kind.recurrent is not None] or kinds:
+        # Only recurrences have a use for mixer_backend: in a model of others it is a mistake, next
+        # to recurrences it is not.
+        kinds = list(args.kinds.values())
+        recurrent_kinds = [kind for kind in kinds if kind.recurrent is not None]
+        for kind in recurrent_kinds or kinds:
             check_mixer_backend(kind.mixer, kind.key_dim, mixer_backend)
         self.args = args
         self.canon_backend = canon_backend

@@ -138,12 +138,17 @@ def auto_backend(args: ModelArgs) -> str:
 
     `compiled` if all layers with Canon have it at Q or K next to a QK-norm of all heads: Inductor
     fuses norm, filter and rotation, in fewer bytes than with a kernel of ours between them
-    (kernels/CODEGEN.md, released_1b).
+    (kernels/CODEGEN.md, released_1b with FKOV). With A, C or D too, kernels of ours save more.
     """
     layers = [layer for layer in args.kinds.values() if layer.canon_set]
-    if all(layer.qk_norm == "full" and {*"QK"} & {*layer.canon_set} for layer in layers):
+    if all(_is_fused_with_qk_norm(layer) for layer in layers):
         return "compiled"  # or there is no Canon
     return "triton"
+
+
+def _is_fused_with_qk_norm(layer: ModelArgs) -> bool:
+    sites = {*layer.canon_set}
+    return layer.qk_norm == "full" and bool(sites & {*"QK"}) and not sites & {*"ACD"}
 
 
 def compiled_block_costs(args: ModelArgs, dtype: torch.dtype, canon_backend: str) -> BlockCosts:
