@@ -60,8 +60,7 @@ BASELINES: Mapping[str, Settings] = {
 """What a mixer is compared with: keys of `[model]` by the architecture's name."""
 DEFAULT_BASELINES = ("rope_canon", "gated_deltanet")
 
-NUM_LAYERS = 2
-SHAPE = {"num_layers": NUM_LAYERS, "dim": 64, "num_heads": 4, "ffn": "gated", "init": "lingua"}
+SHAPE = {"num_layers": 2, "dim": 64, "num_heads": 4, "ffn": "gated", "init": "lingua"}
 """Of all architectures; their feed-forwards differ, so that their parameters are equal."""
 FFN_DIM = 176
 """Width of the feed-forward of the architecture with the most parameters: the least one."""
@@ -254,12 +253,9 @@ def check_mixer(mixer: str) -> None:
             )
 
 
-def model_args(
-    model: Mapping[str, Any], num_layers: int, vocab_size: int, seq_len: int
-) -> ModelArgs:
+def model_args(model: Mapping[str, Any], vocab_size: int, seq_len: int) -> ModelArgs:
     """Return the arguments of keys of `[model]`, as a run of the board has them."""
-    sizes = {"num_layers": num_layers, "vocab_size": vocab_size, "max_seq_len": seq_len}
-    return fill_model(flavor("debug"), {**model, **sizes})
+    return fill_model(flavor("debug"), {**model, "vocab_size": vocab_size, "max_seq_len": seq_len})
 
 
 # -- sizes
@@ -273,7 +269,8 @@ def equal_sizes(architectures: Mapping[str, Settings]) -> dict[str, Settings]:
     """
 
     def layer(model: Settings, ffn_dim: int) -> int:
-        return num_parameters(model_args(model | SHAPE | {"ffn_dim": ffn_dim}, 1, 1, 1))
+        one_layer = model | SHAPE | {"num_layers": 1, "ffn_dim": ffn_dim}
+        return num_parameters(model_args(one_layer, 1, 1))
 
     # The number of parameters is linear in the width of the feed-forward.
     target = max(layer(model, FFN_DIM) for model in architectures.values())
@@ -294,7 +291,7 @@ def show_sizes(architectures: Mapping[str, Settings]) -> None:
         pad_edge=False,
     )
     for name, model in architectures.items():
-        args = model_args(model, NUM_LAYERS, 64, SEQ_LEN)
+        args = model_args(model, 64, SEQ_LEN)
         state = state_bytes(args, itemsize=2)  # of keys and values, as on the board's page
         table.add_row(
             name,
@@ -546,7 +543,8 @@ def verdicts(content: BoardContent, own: str, parallel: int) -> list[VerdictRow]
             )
             if pair in differences:
                 row = _with_difference(row, differences[pair], own, lower=task.lower_is_better)
-            if not _has_learned(row, chances[task.task]):
+            # The user may have added tasks to DIR/board.toml, of which chance is not known.
+            if not _has_learned(row, chances.get(task.task, 0.0)):
                 row = replace(row, verdict=NOT_LEARNED)
             if row.verdict == UNDECIDED and pair in levels:
                 row = _with_more_seeds(row, differences[pair], levels[pair], content, own, parallel)

@@ -37,7 +37,7 @@ def test_all_architectures_have_equal_parameters():
     numbers = {}
     for name, model in sized.items():
         with torch.device("meta"):
-            network = Transformer(compare.model_args(model, 2, 64, 48))
+            network = Transformer(compare.model_args(model, 64, 48))
         numbers[name] = sum(parameter.numel() for parameter in network.parameters())
 
     # The nearest multiple of 8 of a gated feed-forward with Canon-D, in two layers.
@@ -161,7 +161,7 @@ def test_each_task_trains_the_sizes_that_are_shown(canon, tmp_path):
         # with the vocabulary of the title, the model has as many parameters as its row says
         _, _, arm = Path(config).stem.partition("-")
         trained = replace(job.model_args, vocab_size=64)
-        shown = compare.model_args(architectures[arm], 2, 64, 48)
+        shown = compare.model_args(architectures[arm], 64, 48)
         assert num_parameters(trained) == num_parameters(shown)
 
 

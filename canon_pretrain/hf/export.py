@@ -405,8 +405,8 @@ def _state_sizes(layer: ModelArgs) -> dict[str, str]:
     num_values = layer.canon_kernel - 1
     sums = f"{num_values} sums per channel"
     sizes = {}
-    static_sites = "".join(site for site in layer.canon_set if not layer.is_dynamic_at(site))
     dynamic_sites = "".join(filter(layer.is_dynamic_at, layer.canon_set))
+    static_sites = "".join(site for site in layer.canon_set if site not in dynamic_sites)
     if static_sites:
         sizes[f"Canon-{static_sites}"] = sums
     if dynamic_sites:

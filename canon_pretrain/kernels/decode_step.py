@@ -252,20 +252,19 @@ class DynamicMemory:
         """Mix a single token per part, without a segment change, by the formula itself."""
         if not self._flat_weights:
             self._flat_weights = [weight.permute(1, 2, 0).flatten(1) for weight in weights()]
+
         outputs = []
         for i, (x_B1C, z_B1R) in enumerate(zip(parts, zs, strict=True)):
             x_BKC = torch.cat((self.windows[i], x_B1C), dim=1)
             self.windows[i] = x_BKC[:, 1:]
+
+            # The sum over taps, in `sum_dtype`.
             flat_weight = self._flat_weights[i]
-            dtype = sum_dtype(x_B1C)
-            if num_heads:  # the static taps, and what the token adds to those of each head
-                num_taps = x_BKC.shape[1]
-                taps_BKG = z_B1R.unflatten(-1, (num_heads, num_taps))[:, 0].transpose(1, 2)
-                added_BKC = taps_BKG.repeat_interleave(x_BKC.shape[2] // num_heads, dim=2)
-                taps_BKC = flat_weight.view(num_taps, -1).to(dtype) + added_BKC.to(dtype)
+            if num_heads:
+                taps_BKC = _taps_of_heads(x_BKC, z_B1R, flat_weight, num_heads)
             else:
                 taps_BX = z_B1R[:, 0] @ flat_weight
-                taps_BKC = taps_BX.view(x_BKC.shape).to(dtype)
+                taps_BKC = taps_BX.view(x_BKC.shape).to(sum_dtype(x_B1C))
             y_B1C = (taps_BKC * x_BKC).sum(1, keepdim=True)
             if activation:
                 y_B1C = F.silu(y_B1C)
@@ -280,6 +279,15 @@ class DynamicMemory:
         selected.windows = [window[rows_N] for window in self.windows]
         selected._flat_weights = self._flat_weights
         return selected
+
+
+def _taps_of_heads(x_BKC: Tensor, z_B1R: Tensor, flat_weight: Tensor, num_heads: int) -> Tensor:
+    """Return the static taps plus what the token adds to those of each head, [B, K, C]."""
+    _, num_taps, num_channels = x_BKC.shape
+    dtype = sum_dtype(x_BKC)
+    taps_BKG = z_B1R.unflatten(-1, (num_heads, num_taps))[:, 0].transpose(1, 2)
+    added_BKC = taps_BKG.repeat_interleave(num_channels // num_heads, dim=2)
+    return flat_weight.view(num_taps, -1).to(dtype) + added_BKC.to(dtype)
 
 
 class CanonStep:

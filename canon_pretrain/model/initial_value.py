@@ -112,7 +112,7 @@ class InitialValue:
             logs = block.uniform_(math.log(smallest), math.log(largest), generator=generator)
             # softplus inverted is log(e^s - 1) = s + log(1 - e^-s), exact for small s
             steps = logs.exp()
-            return steps + (-torch.expm1(-steps)).log()  # softplus inverted
+            return steps + (-torch.expm1(-steps)).log()
 
         # What is left is truncated_normal.
         bound = TRUNCATE_SIGMAS * self.scale

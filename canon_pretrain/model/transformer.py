@@ -354,13 +354,14 @@ class Transformer(nn.Module):
         """
         contexts = self._contexts(tokens_BT, is_real_BT, cache)
 
-        # Each block has its own cache. In training, experts also return their load and balance.
+        # The smear's memory of the last embedding is with the first block's.
         h_BTD = self.tok_embeddings(tokens_BT)
         if self.smear is not None:
             segments_BN = contexts[self.args.layer_names[0]].segments_BN
             first_cache = None if cache is None else cache.layers[0]
             h_BTD = self.smear(h_BTD, Context(None, segments_BN, first_cache))
 
+        # Each block has its own cache. In training, experts also return their load and balance.
         loads, balances = [], []
         for i, block in enumerate(self.layers.values()):
             layer_cache = None if cache is None else cache.layers[i]
