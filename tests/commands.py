@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-from tests.support import ROOT
+from tests.support import HANGS_AFTER_S, ROOT
 
 fork_server: ForkServerContext = multiprocessing.get_context("forkserver")
 """One server per test process: for commands here, for the trainer's ranks in ranks.py."""
@@ -95,7 +95,7 @@ def run_command(
     cwd: Path = ROOT,
     environment: Mapping[str, str] | None = None,
     stdin: str = "",
-    timeout: float = 300,
+    timeout: float = HANGS_AFTER_S,
     check: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end, as subprocess.run does; "canon" is the module of that command.
@@ -140,7 +140,7 @@ def canon_program(folder: Path) -> Iterator[Path]:
     server = fork_server.Process(target=_serve, args=(str(address),))
     server.start()
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + HANGS_AFTER_S
         while not address.exists():
             assert server.is_alive() and time.monotonic() < deadline
             time.sleep(0.01)

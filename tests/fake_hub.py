@@ -21,7 +21,7 @@ from urllib.parse import parse_qs, unquote
 import datasets
 import pyarrow.parquet
 
-from tests.support import ROOT
+from tests.support import HANGS_AFTER_S, ROOT
 
 Files = dict[str, bytes]
 
@@ -146,7 +146,7 @@ class _Handler(BaseHTTPRequestHandler):
         server = self.server
         if self.command == "GET" and server.stalled and name.endswith(server.stalled):
             server.waiting.set()
-            server.released.wait(60)
+            server.released.wait(HANGS_AFTER_S)
         etag = hashlib.sha256(content).hexdigest() if name.endswith(".parquet") else _sha1(content)
         headers = {"X-Repo-Commit": commit, "ETag": f'"{etag}"', "Accept-Ranges": "bytes"}
         if name in server.wrong:

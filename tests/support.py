@@ -20,6 +20,8 @@ from canon_pretrain.data.shard_writer import write_shards
 ROOT = Path(__file__).resolve().parent.parent
 VOCAB_SIZE = 512
 EOS_ID = 2
+HANGS_AFTER_S = 400
+"""A process that still runs then hangs: no test needs as long on a slow, busy machine either."""
 
 
 def canon_stage(*stage: str) -> Callable[[Sequence[str]], None]:
@@ -55,7 +57,7 @@ def command_error(capture: Any, command: Callable[..., object], *arguments: obje
     return code
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 30) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = HANGS_AFTER_S) -> None:
     """Poll until `condition()` is true."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -114,7 +116,7 @@ def train(
     ranks: int | None = None,
     check: bool = True,
     on_gpu: bool = False,
-    timeout: float = 300,
+    timeout: float = HANGS_AFTER_S,
 ) -> subprocess.CompletedProcess[str]:
     """Run `python -m canon_pretrain.train`, or torchrun if `ranks` is given.
 

@@ -24,7 +24,7 @@ from tests.commands import Command
 from tests.corpora import prose
 from tests.ranks import events, logged_step
 from tests.report_runs import evaluated, planted_run
-from tests.support import canon_stage, command_error, error_codes
+from tests.support import HANGS_AFTER_S, canon_stage, command_error, error_codes
 
 ROW = {
     "difference": -0.2, "bits_per_nat": 0.5, "num_clusters": 18, "num_runs": [2, 2],
@@ -121,12 +121,12 @@ def run_folders(folder):
 def end_trial_at(folder, is_reached, number):
     """Start the trial, send it a signal once `is_reached()`, and return its exit code."""
     process = start_trial(folder, "--minutes", 0.1)
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + HANGS_AFTER_S
     while not is_reached() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     assert process.poll() is None, printed(folder)
     process.send_signal(number)
-    return process.wait(60)
+    return process.wait(HANGS_AFTER_S)
 
 
 @pytest.mark.system
@@ -162,7 +162,7 @@ def test_a_trial_goes_on_after_any_end(tmp_path, capsys):
 
     process = start_trial(moved, "--minutes", 0.1)
 
-    assert process.wait(100) == 0, printed(moved)
+    assert process.wait(HANGS_AFTER_S) == 0, printed(moved)
     *_, sentence, page = printed(moved).strip().splitlines()
     assert page == "Page: outputs/mytext/index.html"
     assert (folder / "index.html").stat().st_size > 10_000

@@ -34,7 +34,7 @@ from canon_pretrain.titan.command_line import parse_job
 from tests.board_runs import plant_score_run
 from tests.ranks import events, logged_step, status
 from tests.report_runs import plant_run
-from tests.support import ROOT, canon_stage, command_error, error_codes, wait_until
+from tests.support import HANGS_AFTER_S, ROOT, canon_stage, command_error, error_codes, wait_until
 
 plan_sweep = canon_stage("sweep")
 main = canon_stage("playground")
@@ -548,7 +548,7 @@ def driver(folder, text, *words):
 
 def ends(folder, text, *words):
     """Return the driver's exit code and the states of the runs."""
-    code = driver(folder, text, *words).wait(280)
+    code = driver(folder, text, *words).wait(HANGS_AFTER_S)
     return code, states(folder)
 
 
@@ -698,7 +698,7 @@ def test_a_second_ctrl_c_ends_any_wait_and_the_trainers(tmp_path, capfd, monkeyp
 
     assert len(started) == 2
     for trainer in started:
-        assert trainer.wait(20) < 0
+        assert trainer.wait(HANGS_AFTER_S) < 0
 
 
 @pytest.mark.parametrize(("chosen", "stops"), [(signal.SIG_IGN, 0), (signal.SIG_DFL, 1)])
@@ -859,7 +859,7 @@ def test_a_board_is_stopped_killed_and_continued(tmp_path):
         process = driver(tmp_path, text, "--parallel", "2")
         wait_until(
             lambda: min(map(logged_step, runs)) > after or process.poll() is not None,
-            timeout_s=200,
+            timeout_s=HANGS_AFTER_S,
         )
         assert process.poll() is None, (tmp_path / "printed").read_text()
         return process
@@ -870,7 +870,7 @@ def test_a_board_is_stopped_killed_and_continued(tmp_path):
     # Ctrl-C
     process = started()
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
+    assert process.wait(HANGS_AFTER_S) == 130
     assert states(tmp_path) == ["stopped", "stopped"]
     saved = [logged_step(run) for run in runs]
     assert [CheckpointFolder.of_run(RunFolder(run)).steps()[-1] for run in runs] == saved
@@ -880,7 +880,7 @@ def test_a_board_is_stopped_killed_and_continued(tmp_path):
     pids = [status(run).pid for run in runs]
     process.kill()
     process.wait()
-    wait_until(lambda: not any_run_is_locked(), timeout_s=60)
+    wait_until(lambda: not any_run_is_locked(), timeout_s=HANGS_AFTER_S)
     assert states(tmp_path) == ["stopped", "stopped"]
 
     # Ctrl-C twice
@@ -892,7 +892,7 @@ def test_a_board_is_stopped_killed_and_continued(tmp_path):
     for _ in range(2):
         process.send_signal(signal.SIGINT)
         time.sleep(0.05)
-    assert process.wait(10) == 130
+    assert process.wait(60) == 130
     assert not any_run_is_locked()
 
 

@@ -30,7 +30,7 @@ from canon_pretrain.run.folder import RunFolder
 from tests.fake_hub import FakeHub
 from tests.fake_slurm import FakeSlurm
 from tests.flash_packages import flash_impl
-from tests.support import ROOT, canon_stage
+from tests.support import HANGS_AFTER_S, ROOT, canon_stage
 
 NOWHERE = Path("/proc/1")  # which root cannot write either
 QUIET = Console(quiet=True)
@@ -723,7 +723,9 @@ def test_the_command_without_a_compiler(tmp_path):
     environ.pop("CUDA_VISIBLE_DEVICES", None)
     command = [sys.executable, "-m", "canon_pretrain", "doctor", "--no_train", "--json"]
 
-    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, timeout=200)
+    done = subprocess.run(
+        command, env=environ, cwd=tmp_path, capture_output=True, timeout=HANGS_AFTER_S
+    )
 
     assert done.returncode == 1
     findings = json.loads(done.stdout)["findings"]

@@ -30,7 +30,7 @@ from eval.suite_names import SUITES as ALL
 from eval.suite_names import TASKS
 from tests.fake_slurm import FakeSlurm
 from tests.slurm_jobs import processes_of
-from tests.support import ROOT, command_error, error_codes, refused, write_data
+from tests.support import HANGS_AFTER_S, ROOT, command_error, error_codes, refused, write_data
 
 SUITES = ["jrt", "validation"]
 
@@ -197,7 +197,7 @@ def test_concurrent_watchers_submit_each_job_once(slurm, tmp_path):
             )
             for _ in range(6)
         ]
-        assert [process.wait(120) for process in watchers] == [0] * 6
+        assert [process.wait(HANGS_AFTER_S) for process in watchers] == [0] * 6
         assert 1 <= len(slurm.jobs()) <= max_jobs
     assert len(slurm.names) == len(set(slurm.names)) == 12
 

@@ -21,7 +21,7 @@ from canon_pretrain.titan.command_line import parse_job
 from tests.ranks import status
 from tests.report_runs import launch as launch_event
 from tests.report_runs import plant_planned_run, plant_results, plant_run, step
-from tests.support import ROOT, canon_stage, command_error
+from tests.support import HANGS_AFTER_S, ROOT, canon_stage, command_error
 
 main = canon_stage("sweep")
 
@@ -442,7 +442,9 @@ def test_run_trains_once(data_folder, tmp_path):
     command = [sys.executable, "-m", "canon_pretrain", "sweep", "run", str(folder), "1"]
 
     for _ in range(2):
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=HANGS_AFTER_S
+        )
         assert done.returncode == 0, done
 
     run_status = status(folder / "debug-seed3")

@@ -14,7 +14,7 @@ from canon_pretrain.core.children import (
     separate_sessions,
     start_child,
 )
-from tests.support import ROOT, is_running, wait_until
+from tests.support import HANGS_AFTER_S, ROOT, is_running, wait_until
 
 SERVER = """
 import os, sys, time
@@ -132,7 +132,7 @@ def test_a_tree_is_killed_across_sessions():
 
     kill_tree(parent.pid)
 
-    assert parent.wait(30) == -signal.SIGKILL
+    assert parent.wait(HANGS_AFTER_S) == -signal.SIGKILL
     wait_until(lambda: not is_running(child))
     kill_tree(parent.pid)  # gone: no error
 
@@ -188,7 +188,7 @@ def test_processes_of_libraries_have_sessions_of_their_own():
         assert os.getsid(compiler.pid) == compiler.pid
         raise KeyboardInterrupt  # pressed twice: threads that wait for the compiler end
 
-    assert compiler.wait(30) == -signal.SIGKILL
+    assert compiler.wait(HANGS_AFTER_S) == -signal.SIGKILL
     assert exporter.poll() is None
     exporter.kill()
     exporter.wait()

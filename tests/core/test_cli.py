@@ -13,7 +13,7 @@ from canon_pretrain.core import files
 from canon_pretrain.core.cli import EXIT_INTERRUPTED, command, run_process
 from canon_pretrain.core.errors import reason_in
 from canon_pretrain.core.terminal import printable
-from tests.support import ROOT, command_error, error_codes
+from tests.support import HANGS_AFTER_S, ROOT, command_error, error_codes
 
 SCRIPT = r"""
 import logging, os, sys
@@ -49,7 +49,9 @@ def test_output_streams(redirection, words, code, tmp_path):
     out = tmp_path / "out"
     command = ["sh", "-c", f'"$@" {redirection}', "sh", sys.executable, "-c", SCRIPT]
 
-    done = subprocess.run([*command, out, *words], cwd=ROOT, capture_output=True, timeout=60)
+    done = subprocess.run(
+        [*command, out, *words], cwd=ROOT, capture_output=True, timeout=HANGS_AFTER_S
+    )
 
     assert done.returncode == code, done.stderr
     assert out.read_text() == "results"
@@ -75,7 +77,7 @@ def test_a_locale_that_is_not_utf8_is_refused(words, tmp_path):
     command = [sys.executable, "-m", *words.split(), path]
 
     done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | ascii_locale, capture_output=True, timeout=60
+        command, cwd=ROOT, env=os.environ | ascii_locale, capture_output=True, timeout=HANGS_AFTER_S
     )
 
     assert done.returncode == 2
@@ -112,7 +114,7 @@ def test_a_process_ends_as_python_would_end_it(ending, code, error, tmp_path):
     """run_process frees no modules, but loses nothing: threads, exit functions, output, code."""
     command = [sys.executable, "-c", ENDING, tmp_path / "out", ending]
 
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANGS_AFTER_S)
 
     assert done.returncode == code, done.stderr
     assert done.stdout == "no newline exit function\n"
@@ -186,7 +188,7 @@ def test_an_interrupt_while_importing_leaves_no_traceback(tmp_path):
         signal.signal(signal.SIGINT, before)
         assert process.stdout.readline() == b"importing\n"
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=HANGS_AFTER_S)
 
     assert (process.returncode, out, err) == (EXIT_INTERRUPTED, b"", b"")
 

@@ -20,7 +20,7 @@ from data_prep.plan import Options, load_plan
 from tests.checkpoint_folders import fill, small_disk
 from tests.corpora import build_corpus, corpus_folder, snapshot, write_corpus, write_tokenizer
 from tests.data_folders import tokenizer
-from tests.support import ROOT, error_codes, refused
+from tests.support import HANGS_AFTER_S, ROOT, error_codes, refused
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def start(base, out, workers=1):
 
 def wait_for_shards(run, out, count):
     """Wait until a build has committed this many shards, has ended, or takes a minute."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANGS_AFTER_S
     while committed(out) < count and run.poll() is None and time.monotonic() < deadline:
         time.sleep(0.002)
 
@@ -84,7 +84,7 @@ def test_a_killed_process_ends_the_build(base, tmp_path, victim, code, codes):
     wait_for_shards(run, out, 3)
 
     os.kill(workers_of(run.pid)[0] if victim == "worker" else run.pid, signal.SIGKILL)
-    _, errors = run.communicate(timeout=60)  # returns when the workers have ended, too
+    _, errors = run.communicate(timeout=HANGS_AFTER_S)  # returns when the workers have ended, too
 
     assert error_codes(errors) == codes, errors
     assert run.returncode == code
@@ -98,7 +98,7 @@ def test_a_killed_process_ends_the_build(base, tmp_path, victim, code, codes):
 def test_two_builds_at_once(base, tmp_path):
     out = tmp_path / "data"
     runs = [start(base, out), start(base, out, 2)]
-    printed = [run.communicate(timeout=60) for run in runs]
+    printed = [run.communicate(timeout=HANGS_AFTER_S) for run in runs]
     for run, (_, errors) in zip(runs, printed, strict=True):
         assert run.returncode == 0 or error_codes(errors) == ["lock.held"], errors
     assert 0 in [run.returncode for run in runs], printed

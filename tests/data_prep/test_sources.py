@@ -14,7 +14,7 @@ from data_prep import sources
 from data_prep.readers import TOPICS
 from data_prep.sources import HUB_SOURCES, SourceOptions
 from tests.fake_hub import FakeHub
-from tests.support import ROOT, refused
+from tests.support import HANGS_AFTER_S, ROOT, refused
 
 PATH = "sample/100BT/{:03d}_{:05d}.parquet"
 
@@ -241,7 +241,7 @@ def run(home, endpoint, *steps, **variables):
         env=inherited | hub_variables | variables,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANGS_AFTER_S,
         cwd=ROOT,
     )
     assert result.returncode == 0, result.stderr

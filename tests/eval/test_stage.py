@@ -13,7 +13,7 @@ from eval.staged import CATALOGUE, REVISIONS, load_staged
 from tests.checkpoint_folders import fill, small_disk
 from tests.eval_fixtures import fixture, rows_of
 from tests.fake_hub import Client, FakeHub, dataset_files
-from tests.support import refused
+from tests.support import HANGS_AFTER_S, refused
 
 pytestmark = pytest.mark.system
 
@@ -134,7 +134,7 @@ def test_a_killed_download_is_resumed(hub, client, tmp_path):
     hub.stalled = "default/validation-00000-of-00001.parquet"  # Social IQa's
     with closing(Client(hub.url, tmp_path / "home")) as killed:
         killed.start(*words, counts=COUNTS)
-        assert hub.waiting.wait(60)
+        assert hub.waiting.wait(HANGS_AFTER_S)
         killed.process.send_signal(signal.SIGKILL)
         assert "[1/3] arc_easy: 12 documents" in killed.output()
     assert downloads.exists()
@@ -157,7 +157,7 @@ def test_two_at_once_wait_for_each_other(hub, client, tmp_path):
     hub.stalled = "default/validation-00000-of-00001.parquet"  # PIQA's
     with closing(Client(hub.url, tmp_path / "home")) as first:
         first.start(*words, counts=COUNTS)
-        assert hub.waiting.wait(60)
+        assert hub.waiting.wait(HANGS_AFTER_S)
         client.start(*words, counts=COUNTS)
         assert client.output("waiting").startswith("waiting")
         hub.released.set()

@@ -15,7 +15,7 @@ from tests.commands import Command
 from tests.eval_fixtures import rows_of, stage_fixtures
 from tests.eval_text_runs import write_run
 from tests.ports import free_port
-from tests.support import command_error, error_codes
+from tests.support import HANGS_AFTER_S, command_error, error_codes
 
 pytestmark = pytest.mark.system
 
@@ -81,7 +81,7 @@ def test_all_suites_alike_on_one_rank_and_on_two(base, tmp_path, capsys):
     main(command(base, "all", tmp_path / "one", *words))
     printed = capsys.readouterr().out
     ranks = start(command(base, "all", tmp_path / "two", *words), tmp_path, ranks=2)
-    assert [rank.wait(300) for rank in ranks] == [0, 0]
+    assert [rank.wait(HANGS_AFTER_S) for rank in ranks] == [0, 0]
 
     of_one = results_in(tmp_path / "one")
     of_two = results_in(tmp_path / "two")
@@ -121,7 +121,7 @@ def test_a_kill_loses_only_the_running_task(base, tmp_path, capsys):
     words = command(base, "jrt", killed, "--max_length", 1000)
     (process,) = start(words, tmp_path)
     try:
-        end = time.monotonic() + 120
+        end = time.monotonic() + HANGS_AFTER_S
         while len([*kept.glob("*.task.json")]) < 2 and time.monotonic() < end:
             assert process.poll() is None
             time.sleep(0.005)

@@ -19,6 +19,7 @@ from canon_pretrain.hf.export import export
 from tests.data.test_tokenizer import FRAGMENTS, LINES, MODELS, trained
 from tests.hf_exports import plant_run
 from tests.hf_exports import quick as quick
+from tests.support import HANGS_AFTER_S
 from tests.variants import build, variant
 
 PACKAGE = os.environ.get("NODE_LLAMA_CPP", "")
@@ -31,7 +32,7 @@ def converter(tmp_path_factory):
     """llama.cpp's converter, from the package's bundle of its repository."""
     folder = tmp_path_factory.mktemp("llama.cpp")
     bundle = Path(PACKAGE, "llama", "gitRelease.bundle")
-    subprocess.run(["git", "clone", "--quiet", bundle, folder], check=True, timeout=120)
+    subprocess.run(["git", "clone", "--quiet", bundle, folder], check=True, timeout=HANGS_AFTER_S)
     return folder / "convert_hf_to_gguf.py"
 
 
@@ -44,7 +45,7 @@ def ask_llama_cpp(gguf, texts):
         capture_output=True,
         check=True,
         text=True,
-        timeout=300,
+        timeout=HANGS_AFTER_S,
     )
     return json.loads(done.stdout)
 
@@ -64,7 +65,7 @@ def test_llama_cpp_has_the_ids_of_training(name, converter, tmp_path):
     export(plant_run(tmp_path / "run", model), out, tokenizer=path)
 
     command = [sys.executable, converter, out, "--outfile", gguf, "--outtype", "f32"]
-    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    subprocess.run(command, check=True, capture_output=True, timeout=HANGS_AFTER_S)
 
     for text, answer in zip(TEXTS, ask_llama_cpp(gguf, TEXTS), strict=True):
         ids = tokenizer.encode(text)

@@ -23,7 +23,7 @@ from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.titan.job_config import CanonJobConfig
 from tests.hf_exports import hub_environment, plant_run
 from tests.hf_exports import quick as quick
-from tests.support import ROOT, canon_stage, command_error, refused
+from tests.support import HANGS_AFTER_S, ROOT, canon_stage, command_error, refused
 from tests.variants import BASE, build, random_tokens
 
 main = canon_stage("hf")
@@ -150,7 +150,12 @@ def test_an_export_is_loaded_without_this_package(run, exported, tmp_path):
     command = [sys.executable, "-I", "-c", PROCESS]
     environment = hub_environment(tmp_path)
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, timeout=300, check=True, stdout=subprocess.PIPE
+        command,
+        cwd=tmp_path,
+        env=environment,
+        timeout=HANGS_AFTER_S,
+        check=True,
+        stdout=subprocess.PIPE,
     )
 
     for answer in json.loads(done.stdout.splitlines()[-1]):

@@ -22,7 +22,7 @@ from canon_pretrain.model.cache import Context, LayerCache
 from canon_pretrain.model.canon import Canon
 from canon_pretrain.model.canon_check import training_cases, training_problem
 from canon_pretrain.model.transformer import Transformer
-from tests.support import refused
+from tests.support import HANGS_AFTER_S, refused
 from tests.variants import BASE
 
 FILTERS = (
@@ -194,7 +194,7 @@ for canon_set in ("ABCD", "KVOF"):
         assert problem is None, (canon_set, dtype, problem)
 """
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=300)
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=HANGS_AFTER_S)
 
 
 def test_filters_begin_as_documented():

@@ -27,7 +27,7 @@ from canon_pretrain.run.log import RunLog, number
 from canon_pretrain.run.results import Score
 from tests.ranks import events, launch
 from tests.report_runs import TOKENS_A_STEP, plant_results, plant_run, run_command
-from tests.support import ROOT, debug_run, error_codes, is_running, wait_until
+from tests.support import HANGS_AFTER_S, ROOT, debug_run, error_codes, is_running, wait_until
 
 WRONG = 99.0
 SECRET = "c0ffee" * 7
@@ -311,14 +311,16 @@ def copy_live(run, env):
     whole = log.read_bytes()
     log.write_bytes(whole[: whole.index(b'"from_step": 6')])  # before the third launch
     live = start_wandb(run, "--follow", "--beside-trainer", "--tags", "live", env=env)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANGS_AFTER_S
     while not list((run / "wandb").glob("offline-run-*/*.wandb")):
         assert live.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
     log.write_bytes(whole.removesuffix(b"\n"))  # the last line is incomplete
-    output, _ = live.communicate(timeout=60)  # closes the pipe, as at the end of the trainer
+    output, _ = live.communicate(
+        timeout=HANGS_AFTER_S
+    )  # closes the pipe, as at the end of the trainer
     assert live.returncode == 0, output
 
 
@@ -415,7 +417,7 @@ def test_a_live_copy_that_fails_or_hangs_is_ended(tmp_path, monkeypatch, caplog)
     exports = LiveExports()
 
     exports.start(None, tmp_path)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + HANGS_AFTER_S
     while len(caplog.records) < 2 or not (tmp_path / "child").exists():
         exports.check()
         assert time.monotonic() < deadline

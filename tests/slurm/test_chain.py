@@ -18,7 +18,7 @@ from canon_pretrain.run.results import read_results
 from eval.schedule import leases_of
 from tests.eval_text_runs import TRAIN, text_run, write_text_data
 from tests.slurm_jobs import CPUS, ENDED, SITE, processes_of
-from tests.support import ROOT
+from tests.support import HANGS_AFTER_S, ROOT
 
 pytestmark = pytest.mark.slurm
 STEPS = (6, 12)
@@ -91,7 +91,7 @@ def test_a_run_is_trained_watched_and_reported(slurm, jobs, tmp_path):
         slurm.until(lambda: processes_of(work), "ranks at work", 240)
         killed = next(lease.job for lease in leases_of(run, 6, "validation").all() if lease.job)
         slurm.run("scancel", "--signal=KILL", "--full", killed)
-        codes = [watcher.wait(400) for watcher in watchers]
+        codes = [watcher.wait(HANGS_AFTER_S) for watcher in watchers]
 
     printed = [(tmp_path / f"watcher-{k}.txt").read_text() for k in range(2)]
     assert codes == [0, 0], printed

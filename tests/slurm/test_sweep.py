@@ -13,7 +13,7 @@ from canon_pretrain.cluster.sweep import read_sweep, sweep_rows
 from tests.fault_runs import steps
 from tests.ranks import assert_same_run, launch, logged_step, status
 from tests.slurm_jobs import SITE, Job, ended, script
-from tests.support import ROOT, canon_stage, debug_run, error_codes
+from tests.support import HANGS_AFTER_S, ROOT, canon_stage, debug_run, error_codes
 
 main = canon_stage("sweep")
 
@@ -157,7 +157,7 @@ def test_a_local_sweep_restarts_and_stops(data_folder, tmp_path):
     signal.signal(signal.SIGINT, before)
 
     def wait_for(happened):
-        end = time.monotonic() + 240
+        end = time.monotonic() + HANGS_AFTER_S
         while not happened():
             assert process.poll() is None and time.monotonic() < end, (tmp_path / "out").read_text()
             time.sleep(0.1)
@@ -170,7 +170,7 @@ def test_a_local_sweep_restarts_and_stops(data_folder, tmp_path):
 
     # Ctrl-C, as a terminal sends it
     os.killpg(process.pid, signal.SIGINT)
-    process.wait(120)
+    process.wait(HANGS_AFTER_S)
     assert states(sweep) == ["stopped", "waiting"]
     assert not second.exists()
     assert steps(first)[-1] == logged_step(first) < STEPS

@@ -21,7 +21,7 @@ from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import RunLog, read_log
 from tests.fault_runs import Trial, start_torchrun, wait_for
 from tests.ranks import assert_same_run, events, logged_step, status
-from tests.support import ROOT, debug_run, error_codes, refused
+from tests.support import HANGS_AFTER_S, ROOT, debug_run, error_codes, refused
 
 BLOCKED_S = 25.0
 """How long all calls on the run folder wait."""
@@ -99,7 +99,7 @@ def test_a_disk_that_blocks_stalls_and_ends_no_step(blockable, data_folder, tmp_
         ended = datetime.now(UTC)
 
         # the second launch is refused, the first one trains
-        assert second.wait(120) == 2
+        assert second.wait(HANGS_AFTER_S) == 2
         assert error_codes((tmp_path / "second.txt").read_text()) == ["lock.held"]
         step_when_free = logged_step(run)
         wait_for(lambda: logged_step(run) > step_when_free, trainer)
@@ -109,12 +109,12 @@ def test_a_disk_that_blocks_stalls_and_ends_no_step(blockable, data_folder, tmp_
         workers = [int(pid) for pid in children.read_text().split()]
         (other,) = {*workers} - {status(run).pid}
         os.kill(other, signal.SIGTERM)
-        assert trainer.wait(60) == 0, (run / "stdout.txt").read_text()
+        assert trainer.wait(HANGS_AFTER_S) == 0, (run / "stdout.txt").read_text()
         assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
     finally:
         blockable.flag.unlink(missing_ok=True)
         trainer.terminate()  # torchrun then ends its workers
-        trainer.wait(60)
+        trainer.wait(HANGS_AFTER_S)
 
     # what waited: two threads of the lock, one each for STOP, stdout, and the log, which asks the
     # lock first; never the main thread
@@ -158,7 +158,7 @@ def disk(monkeypatch):
         original = getattr(owner, name)
 
         def call(*arguments, **options):
-            assert is_back.wait(60)
+            assert is_back.wait(HANGS_AFTER_S)
             return original(*arguments, **options)
 
         monkeypatch.setattr(owner, name, call)

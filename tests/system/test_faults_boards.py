@@ -22,7 +22,7 @@ from tests.checkpoint_folders import small_disk
 from tests.commands import Command
 from tests.fault_runs import wait_for
 from tests.ranks import logged_step
-from tests.support import ROOT
+from tests.support import HANGS_AFTER_S, ROOT
 
 BOARD = f"""
 seeds = [0, 1]
@@ -107,7 +107,7 @@ def page(out):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed")
-    assert start(folder, folder / "out").wait(280) == 0
+    assert start(folder, folder / "out").wait(HANGS_AFTER_S) == 0
     return page(folder / "out")
 
 
@@ -149,13 +149,13 @@ def test_kills_at_random_end_with_the_same_page(undisturbed, tmp_path):
         )
         disturb(driver, kind, out, rng)
         if kind != "run":
-            assert driver.wait(120) in (-signal.SIGKILL, 130)
+            assert driver.wait(HANGS_AFTER_S) in (-signal.SIGKILL, 130)
             driver = start(tmp_path, out)
 
     # this driver ends without the run that was killed last, which the next one continues
-    driver.wait(280)
+    driver.wait(HANGS_AFTER_S)
     driver = start(tmp_path, out)
-    assert driver.wait(280) == 0, (tmp_path / "printed").read_text()[-4000:]
+    assert driver.wait(HANGS_AFTER_S) == 0, (tmp_path / "printed").read_text()[-4000:]
     assert page(out) == undisturbed
 
 
@@ -166,10 +166,10 @@ def test_a_full_disk_ends_with_the_same_page(undisturbed, tmp_path):
     with small_disk(tmp_path / "disk", "size=4m") as disk:
         out = disk / "out"
         driver = start(tmp_path, out)
-        assert driver.wait(280) in (1, 2)
+        assert driver.wait(HANGS_AFTER_S) in (1, 2)
         assert not all(map(is_done, runs(out)))
 
         subprocess.run(["mount", "-o", "remount,size=256m", disk], check=True)
         driver = start(tmp_path, out)
-        assert driver.wait(280) == 0, (tmp_path / "printed").read_text()[-4000:]
+        assert driver.wait(HANGS_AFTER_S) == 0, (tmp_path / "printed").read_text()[-4000:]
         assert page(out) == undisturbed

@@ -26,7 +26,7 @@ from tests.fault_runs import (
     wrap,
 )
 from tests.ranks import assert_refused, assert_same_run, events, status
-from tests.support import error_codes
+from tests.support import HANGS_AFTER_S, error_codes
 
 NEEDED = 3 << 20
 """Approximate bytes of a checkpoint of the debug model."""
@@ -113,7 +113,7 @@ def full_in_the_background(rank, disk):
     def after_step(trainer, data):
         if trainer.step == 5:
             assert trainer.checkpointer._save is not None  # nobody waited for the failure
-            trainer.checkpointer._save.future.exception(timeout=60)
+            trainer.checkpointer._save.future.exception(timeout=HANGS_AFTER_S)
         if trainer.step == 6:
             (disk / "ballast").unlink(missing_ok=True)
 
