@@ -14,21 +14,23 @@ import argparse
 import statistics
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich import box
 from rich.table import Table
 
+from canon_pretrain import compare_page
+from canon_pretrain.boards import tables
 from canon_pretrain.boards.board import NAME, read_board
-from canon_pretrain.boards.commands import read_board_plan, run_run
-from canon_pretrain.boards.content import BoardContent, DifferenceRow, board_content
+from canon_pretrain.boards.commands import PAGE, read_board_plan, run_run
+from canon_pretrain.boards.content import board_content
 from canon_pretrain.boards.driver import Driver
 from canon_pretrain.boards.plan import plan_board
 from canon_pretrain.cluster.sweep import Sweep
+from canon_pretrain.compare_page import RUN_S, CompareContent, PlannedTask, compare_content
 from canon_pretrain.core.cli import available_cores, positive
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import write_atomic
@@ -38,10 +40,11 @@ from canon_pretrain.model.args import ModelArgs, fill_model, flavor
 from canon_pretrain.model.counts import flops_per_token, num_parameters, state_bytes
 from canon_pretrain.model.mixer_check import CHECKS, run_checks, tiny_args
 from canon_pretrain.model.mixer_files import mixer_file
+from canon_pretrain.report.eval_report import write_report
 from canon_pretrain.report.record import RunRecord
+from canon_pretrain.report.sections import interval, number, signed
 from canon_pretrain.run.config import read_experiment, to_toml
 from canon_pretrain.run.folder import PLAN
-from canon_pretrain.stats.decide import holm_levels, seeds_for_level
 
 Settings = dict[str, Any]
 
@@ -60,7 +63,7 @@ BASELINES: Mapping[str, Settings] = {
 """What a mixer is compared with: keys of `[model]` by the architecture's name."""
 DEFAULT_BASELINES = ("rope_canon", "gated_deltanet")
 
-SHAPE = {"num_layers": 2, "dim": 64, "num_heads": 4, "ffn": "gated", "init": "lingua"}
+SHAPE = {"num_layers": 2, "dim": 64, "num_heads": 2, "ffn": "gated", "init": "lingua"}
 """Of all architectures; their feed-forwards differ, so that their parameters are equal."""
 FFN_DIM = 176
 """Width of the feed-forward of the architecture with the most parameters: the least one."""
@@ -111,9 +114,6 @@ TASKS = (
     CompareTask(name="copy", config="copy.toml", steps=400, chance=0.0, set={"data.task.n": 23}),
     CompareTask(name="state", config="state.toml", steps=500, chance=1 / 2, set={}),
 )
-LEARNED = 0.1
-"""Above chance: what the better of two must score before one of them is called better. Two standard
-errors of a score are 0.09 with the 128 questions that a task has at least."""
 BOARD_CHECKS = (
     "forward",
     "dtype",
@@ -139,8 +139,6 @@ LEAST_SHARE = 0.5
 PILOT = "pilot"
 """Folder in DIR of a short run of each architecture, which is timed."""
 PILOT_STEPS = 40
-RUN_S = 4.0
-"""Of a run on a core besides its steps and validations: start, compiled code, checkpoint."""
 OVERHEAD_S = 20.0
 """Of the command after the runs and before the pilot: imports, the page."""
 
@@ -221,8 +219,11 @@ def run_compare(arguments: argparse.Namespace) -> None:
         )
     )
     content = board_content(read_board_plan(folder, board_file.stem), datetime.now(UTC))
-    rows = verdicts(content, next(iter(architectures)), parallel)
-    show_verdicts(rows, arguments, folder)
+    own_arm = next(iter(architectures))
+    compared = compare_content(content, own_arm, planned_tasks(board), parallel)
+    labels = {"entry": tables.architectures(compared)}
+    write_report(folder, PAGE, compared, labels, "compare", board=tables, compare=compare_page)
+    show_verdicts(compared, arguments, folder)
 
 
 def own_name(name: str, baselines: Collection[str]) -> str:
@@ -472,6 +473,17 @@ def continued_board(
     return board | {"seeds": max(board["seeds"], first_seeds, key=len)}
 
 
+def planned_tasks(board: Mapping[str, Any]) -> list[PlannedTask]:
+    """Return TASKS with their steps on the board."""
+    planned = []
+    for task in TASKS:
+        steps = 0
+        if task.name in board["tasks"]:
+            steps = board["tasks"][task.name]["set"]["training.steps"]
+        planned.append(PlannedTask(task.name, steps, task.steps, task.chance))
+    return planned
+
+
 def write_board(path: Path, board: Mapping[str, Any]) -> None:
     """Write a board's TOML, and its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -494,141 +506,29 @@ def board_text(board: Mapping[str, Any]) -> str:
 
 # -- the verdicts
 
-UNDECIDED = "not decided yet"
-NOT_LEARNED = "neither learns it"
 
-
-@dataclass(frozen=True)
-class VerdictRow:
-    """The own architecture against `baseline` on a task.
-
-    `difference` and its 95 % `interval`: above 0 if the own one is better. `verdict`: "better",
-    "worse", "not decided yet", "neither learns it" (both are near chance, so that an order says
-    nothing about what they can learn), or "no score". `more_seeds`: how many more would decide, if
-    the difference and its noise stay as they are, and `more_s` what they take on this machine; None
-    if it is decided, or if MAX_SEEDS would not.
-    """
-
-    task: str
-    baseline: str
-    own_score: float | None
-    baseline_score: float | None
-    difference: float | None = None
-    interval: tuple[float, float] | None = None
-    verdict: str = "no score"
-    more_seeds: int | None = None
-    more_s: float | None = None
-
-
-def verdicts(content: BoardContent, own: str, parallel: int) -> list[VerdictRow]:
-    """Return the verdict on each task and baseline: the page's, unless neither learns the task."""
-    # The level at which the page tests each difference, by Holm's correction over all of them.
-    tested = [row for row in content.differences if row.p is not None]
-    p = np.array([row.p for row in tested], np.float64)
-    levels = dict(zip(map(_pair, tested), holm_levels(p, np.ones(p.size)).tolist(), strict=True))
-    differences = {_pair(row): row for row in content.differences}
-
-    rows = []
-    baselines = [arm.arm for arm in content.arms if arm.arm != own]
-    chances = {task.name: task.chance for task in TASKS}
-    scores = {(cell.task, cell.arm): cell.mean for cell in content.cells}
-    for task in content.tasks:
-        for baseline in baselines:
-            pair = task.task, frozenset((own, baseline))
-            row = VerdictRow(
-                task.task,
-                baseline,
-                own_score=scores[task.task, own],
-                baseline_score=scores[task.task, baseline],
-            )
-            if pair in differences:
-                row = _with_difference(row, differences[pair], own, lower=task.lower_is_better)
-            # The user may have added tasks to DIR/board.toml, of which chance is not known.
-            if not _has_learned(row, chances.get(task.task, 0.0)):
-                row = replace(row, verdict=NOT_LEARNED)
-            if row.verdict == UNDECIDED and pair in levels:
-                row = _with_more_seeds(row, differences[pair], levels[pair], content, own, parallel)
-            rows.append(row)
-    return rows
-
-
-def _has_learned(row: VerdictRow, chance: float) -> bool:
-    """Return whether one of the two is above chance, or has no score yet."""
-    if row.own_score is None or row.baseline_score is None:
-        return True
-    return max(row.own_score, row.baseline_score) > chance + LEARNED
-
-
-def _pair(row: DifferenceRow) -> tuple[str, frozenset[str]]:
-    return row.task, frozenset((row.a, row.b))
-
-
-def _with_difference(
-    row: VerdictRow, difference: DifferenceRow, own: str, *, lower: bool
-) -> VerdictRow:
-    """Return the row with a difference that is above 0 if the own architecture is better."""
-    verdict = UNDECIDED
-    if difference.better is not None:
-        verdict = "better" if difference.better == own else "worse"
-
-    size = difference.difference
-    interval = difference.interval
-    is_turned = (difference.b == own) != lower
-    if is_turned and size is not None:
-        size = -size
-    if is_turned and interval is not None:
-        low, high = interval
-        interval = -high, -low
-    return replace(row, difference=size, interval=interval, verdict=verdict)
-
-
-def _with_more_seeds(
-    row: VerdictRow,
-    difference: DifferenceRow,
-    level: float,
-    content: BoardContent,
-    own: str,
-    parallel: int,
-) -> VerdictRow:
-    """Return the row with the seeds, and the seconds, that would decide it."""
-    assert difference.p is not None
-    num_seeds = len(content.seeds)
-    needed = seeds_for_level(difference.p, level, num_seeds)
-    if needed is None:
-        return row
-
-    # What one seed of both took, at all learning rates.
-    runs = [run for run in content.runs if run.task == row.task and run.arm in (own, row.baseline)]
-    core_s = sum(3600 * (run.hours or 0.0) + RUN_S for run in runs)
-    more_seeds = needed - num_seeds
-    more_s = more_seeds * core_s / num_seeds / parallel
-    return replace(row, more_seeds=more_seeds, more_s=more_s)
-
-
-def show_verdicts(rows: Sequence[VerdictRow], arguments: argparse.Namespace, folder: Path) -> None:
+def show_verdicts(content: CompareContent, arguments: argparse.Namespace, folder: Path) -> None:
     """Print the verdicts, and the command that would decide the next one."""
     table = Table(
         *("task", "against", "scores", "difference", "95 %", "verdict", "to decide"),
         box=box.SIMPLE,
         pad_edge=False,
     )
-    for row in rows:
-        interval = ""
-        if row.interval is not None:
-            low, high = row.interval
-            interval = f"{low:+.3f} to {high:+.3f}"
+    for row in content.verdicts:
         table.add_row(
             row.task,
             row.baseline,
-            f"{_number(row.own_score)}, {_number(row.baseline_score)}",
-            "" if row.difference is None else f"{row.difference:+.3f}",
-            interval,
+            f"{number(row.own_score, 3)}, {number(row.baseline_score, 3)}",
+            signed(row.difference),
+            interval(row.interval),
             row.verdict,
-            _more(row),
+            compare_page.to_decide(row),
         )
     Console(highlight=False).print(table, markup=False)
+    for sentence in (*compare_page.cuts(content), *compare_page.headline(content)):
+        print(sentence)
 
-    waiting = [row.more_seeds for row in rows if row.more_seeds]
+    waiting = [row.more_seeds for row in content.verdicts if row.more_seeds]
     if waiting:
         num_seeds = arguments.seeds + min(waiting)
         canon = f" --canon {arguments.canon}" if arguments.canon else ""
@@ -636,15 +536,3 @@ def show_verdicts(rows: Sequence[VerdictRow], arguments: argparse.Namespace, fol
             f"the next one: canon playground compare {arguments.mixer} --with "
             f"{' '.join(arguments.baselines)}{canon} --seeds {num_seeds} --out {folder}"
         )
-
-
-def _number(score: float | None) -> str:
-    return "-" if score is None else f"{score:.3f}"
-
-
-def _more(row: VerdictRow) -> str:
-    if row.verdict != UNDECIDED:
-        return ""
-    if row.more_seeds is None or row.more_s is None:
-        return "not by more seeds"
-    return f"about {duration(row.more_s)}, {row.more_seeds} more seeds"

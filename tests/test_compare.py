@@ -18,6 +18,14 @@ from canon_pretrain.boards.content import board_content
 from canon_pretrain.boards.plan import plan_board
 from canon_pretrain.cluster.sweep import read_sweep
 from canon_pretrain.compare import BASELINES, PilotCost, TaskCost, fit_steps
+from canon_pretrain.compare_page import (
+    RUN_S,
+    UNDECIDED,
+    PlannedTask,
+    compare_content,
+    cuts,
+    headline,
+)
 from canon_pretrain.model.counts import num_parameters
 from canon_pretrain.model.mixer_check import CHECKS
 from canon_pretrain.model.transformer import Transformer
@@ -203,6 +211,11 @@ def test_from_a_file_to_a_page(tmp_path, monkeypatch):
     assert {run["state"] for run in report["runs"]} == {"done"}
     assert {run["step"] for run in report["runs"]} == {8}
     assert {row["arm"] for row in report["arms"]} == {"DecayingAverage", "rope"}
+    [verdict] = report["verdicts"]
+    assert (verdict["task"], verdict["baseline"]) == (task.name, "rope")
+    sentence = f"DecayingAverage against rope: {verdict['verdict']} on {task.name}"
+    for page in ("report.html", "report.md"):
+        assert sentence in (tmp_path / page).read_text()
     pilot = (tmp_path / "pilot" / "sweep.json").stat().st_mtime_ns
 
     playground([*words, "--seeds", "3"])
@@ -238,8 +251,10 @@ learning_rates = [5e-3]
         return {500: levels[arm] + 0.02 * (run.seed - 1)}
 
     path = plant_board(tmp_path, scores, text)
-    content = board_content(read_board_plan(path.parent, "board"), datetime.now(UTC))
-    return content, {row.baseline: row for row in compare.verdicts(content, own, 2)}
+    board = board_content(read_board_plan(path.parent, "board"), datetime.now(UTC))
+    tasks = [PlannedTask("copy", 500, 1000, 0.0), PlannedTask("mano", 0, 600, 0.28)]
+    content = compare_content(board, own, tasks, 2)
+    return content, {row.baseline: row for row in content.verdicts}
 
 
 def test_verdicts_are_those_of_the_page(tmp_path):
@@ -260,9 +275,21 @@ def test_an_order_near_chance_is_no_verdict(tmp_path):
     assert rows["nope"].verdict == "worse"
 
 
+def test_the_headline_names_the_tasks_of_each_verdict(tmp_path):
+    content, rows = verdicts_of(tmp_path, {"mine": 0.5, "rope": 0.53, "nope": 0.1})
+    sentences = dict(zip(rows, headline(content), strict=True))
+    assert sentences["nope"] == "mine against nope: better on copy."
+    start = f"mine against rope: not decided yet on copy ({rows['rope'].more_seeds} more seeds, "
+    assert sentences["rope"].startswith(start)
+
+    left_out, cut = cuts(content)
+    assert "mano" in left_out and "copy" not in left_out
+    assert "copy 500 of 1000" in cut
+
+
 def test_an_open_verdict_says_how_many_seeds_would_decide(tmp_path):
     content, rows = verdicts_of(tmp_path, {"mine": 0.5, "rope": 0.53, "nope": 0.5})
-    assert {row.verdict for row in rows.values()} == {compare.UNDECIDED}
+    assert {row.verdict for row in rows.values()} == {UNDECIDED}
     assert rows["rope"].more_seeds > 0
     low, high = rows["rope"].interval
     assert low < 0 < high
@@ -271,7 +298,7 @@ def test_an_open_verdict_says_how_many_seeds_would_decide(tmp_path):
 
     # Of each further seed two runs, with their fixed seconds and the training time of those so far.
     hours = [run.hours for run in content.runs if run.arm in ("mine", "rope")]
-    per_seed = sum(3600 * (x or 0) + compare.RUN_S for x in hours) / 3
+    per_seed = sum(3600 * (x or 0) + RUN_S for x in hours) / 3
     assert rows["rope"].more_s == pytest.approx(rows["rope"].more_seeds * per_seed / 2)
 
 
@@ -301,10 +328,10 @@ def test_no_number_of_seeds_decides_without_a_difference():
 
 
 def test_the_last_line_is_the_next_command(tmp_path, capsys, monkeypatch):
-    _, rows = verdicts_of(tmp_path, {"mine": 0.5, "rope": 0.53, "nope": 0.1})
+    content, rows = verdicts_of(tmp_path, {"mine": 0.5, "rope": 0.53, "nope": 0.1})
     monkeypatch.setenv("COLUMNS", "200")
     request = argparse.Namespace(mixer="m.py:M", baselines=["rope", "nope"], seeds=3, canon="ACD")
-    compare.show_verdicts([*rows.values()], request, tmp_path)
+    compare.show_verdicts(content, request, tmp_path)
     command = capsys.readouterr().out.splitlines()[-1].split()
     seeds = command[command.index("--seeds") + 1]
     assert int(seeds) == 3 + rows["rope"].more_seeds
