@@ -31,7 +31,7 @@ VERDICTS = (BETTER, WORSE, UNDECIDED, NOT_LEARNED, NO_SCORE)
 """In the order of the headline."""
 LEARNED = 0.1
 """Above chance: what the better of two must score before one of them is called better. Two standard
-errors of a score are 0.09 with the 128 questions that a task has at least."""
+errors of a guess's score are 0.09 with 128 questions; copy has 64, but no guess is right."""
 RUN_S = 4.0
 """Of a run on a core besides its steps and validations: start, compiled code, checkpoint."""
 

@@ -120,12 +120,12 @@ def test_steps_are_cut_first_and_fill_the_time():
 
 
 def test_then_the_last_task_is_left_out():
-    """Half of all steps take 2,200 s."""
-    assert [*fit_steps(COSTS, 2200.0)] == ["a", "b"]
-    assert fit_steps(COSTS, 2199.0) == {"a": 400}
-    assert fit_steps(COSTS, 600.0) == {"a": 200}
-    with refused("compare.minutes", needed_s=600):
-        fit_steps(COSTS, 599.0)
+    """Three quarters of all steps take 3,200 s."""
+    assert [*fit_steps(COSTS, 3200.0)] == ["a", "b"]
+    assert fit_steps(COSTS, 3199.0) == {"a": 400}
+    assert fit_steps(COSTS, 850.0) == {"a": 300}
+    with refused("compare.minutes", needed_s=850):
+        fit_steps(COSTS, 849.0)
 
 
 def test_the_steps_of_all_runs_are_counted():
@@ -135,9 +135,9 @@ def test_the_steps_of_all_runs_are_counted():
     full = {task.name: task.steps for task in compare.TASKS}
     assert compare.plan_steps(costs, 3, total + 0.01) == full
     assert compare.plan_steps(costs, 3, total - 30) != full
-    # 500 s besides steps leave 57 % of the steps of five seeds, 600 s 46 % of those of six
-    assert len(compare.plan_steps(costs, 5, total)) == len(full)
-    assert len(compare.plan_steps(costs, 6, total)) < len(full)
+    # That leaves 78 % of the steps of four seeds, and 61 % of those of five.
+    assert len(compare.plan_steps(costs, 4, total * 16 / 15)) == len(full)
+    assert len(compare.plan_steps(costs, 5, total * 16 / 15)) < len(full)
 
 
 def write_board(folder, architectures, seeds=(0, 1, 2), steps=None):
