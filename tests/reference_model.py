@@ -2,7 +2,8 @@
 
 It shares no code with `canon_pretrain`: loops over documents, heads, tokens and taps, complex
 numbers. Sources: paper sections 4 and 5, appendix C; ALiBi: Press et al. 2022, section 3; GLA:
-arXiv 2312.06635, section 4; Mamba2: 2405.21060, section 7; GatedDeltaNet: 2412.06464, section 3.
+arXiv 2312.06635, section 4; Mamba2: 2405.21060, section 7; GatedDeltaNet: 2412.06464, section 3;
+the gate of attention: 2505.06708, section 2.2.
 """
 
 import math
@@ -209,7 +210,11 @@ def _attention(cfg: Any, layer: dict[str, Tensor], x: Tensor) -> Tensor:
         k_head = _rotate(cfg, k_head, kv_head, kv_heads)
         scores = torch.einsum("btk,bsk->bts", q_head, k_head) / head_dim**0.5
         scores = scores + bias_by_loops(cfg, head, x.shape[1]).to(x.dtype)
-        outputs.append(torch.einsum("bts,bsk->btk", scores.softmax(dim=-1), v_head))
+        y_head = torch.einsum("bts,bsk->btk", scores.softmax(dim=-1), v_head)
+        if cfg.attention_gate == "per_channel":
+            gate = _linear(layer, "attention.wg", x)
+            y_head = y_head / (1 + torch.exp(-gate[..., head * head_dim : (head + 1) * head_dim]))
+        outputs.append(y_head)
     return _linear(layer, "attention.wo", torch.cat(outputs, dim=-1))
 
 

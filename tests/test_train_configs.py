@@ -265,7 +265,8 @@ def test_every_choice_has_a_row_in_the_readme():
 
     assert {args.mixer for args in rows} == set(MIXERS)
     assert {site for args in rows for site in args.canon_set} >= set(CANON_SITES)
-    for option in ("position", "ffn", "canon_filter", "canon_scale", "gla_feature_map"):
+    options = ("position", "ffn", "canon_filter", "canon_scale", "gla_feature_map")
+    for option in (*options, "attention_gate"):
         assert {getattr(args, option) for args in rows} == set(CHOICES[option]), option
     for option in VARIED_OPTIONS:
         assert len({getattr(args, option) for args in rows}) > 1, option
@@ -306,6 +307,8 @@ def is_in_appendix_c(name, args):
     if (args.mixer, args.ffn) not in MATRICES or "release" in name:
         return False
     if args.qk_norm != "none" or args.bias or args.num_kv_heads:
+        return False
+    if args.attention_gate != "none":
         return False
     return args.canon_filter == "static" and not args.smear
 

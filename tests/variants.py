@@ -45,6 +45,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "layernorm": {"norm": "layernorm"},
     "bias": {"bias": True},
     **{f"qk_{norm}": {"qk_norm": norm} for norm in ("full", "per_head")},
+    "gated": {"attention_gate": "per_channel"},
     **{f"windows{number}": {"h_alibi_heads": number} for number in (1, 3, 4)},
     "half": {"partial_rope_dim": 4},
     "gqa": {"num_kv_heads": 2},
@@ -114,6 +115,8 @@ mamba2 smear conv documents,
 h_alibi windows1 ABCD gqa documents, h_alibi windows3 FKOV tied, h_alibi windows4 documents,
 nope FKOV heads documents gqa, rope FKOV heads sqrt qk_per_head k3, gla AKQ heads documents sqrt,
 gdn FKOV heads no_res act k2, partial_rope_b AKQ heads gqa,
+nope gated ABCD documents, rope gated gqa qk_per_head tied, alibi gated A bias,
+partial_rope_c half gated FKOV qk_per_head gqa documents,
 gdn FKOV, gla AKQ documents dynamic, gdn FO conv k3, mamba2 AO conv documents, mamba2_mlp FO tied
 """.strip()
     .replace(",\n", ", ")

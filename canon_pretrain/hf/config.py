@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.model.args import LAYER_FIELDS, ModelArgs, own_mixers, to_json
+from canon_pretrain.model.args import LAYER_FIELDS, RANGES, ModelArgs, own_mixers, to_json
 
 MODEL_TYPE = "LlamaCanon"
 ARCHITECTURE = "LlamaCanonForCausalLM"
@@ -30,7 +30,8 @@ LFM2 = "lfm2"
 LFM2_CONV = "lfm2_conv.py:GatedConv"
 """The mixer of LFM2's layers that are no attention, a file of this folder."""
 _LFM2_FILE = Path(__file__).with_name(LFM2_CONV.rpartition(":")[0])
-STANDARD_TYPES = (*STANDARD_CLASSES, MAMBA2, LFM2)
+QWEN3_NEXT = "qwen3_next"
+STANDARD_TYPES = (*STANDARD_CLASSES, MAMBA2, LFM2, QWEN3_NEXT)
 """model_type of transformers' own classes."""
 MODEL_TYPES = (MODEL_TYPE, *STANDARD_TYPES)
 GELU = "gelu_pytorch_tanh"
@@ -201,9 +202,48 @@ _LFM2_CHANGES_NOTHING |= {"conv_dim", "conv_dim_out", "conv_use_xavier_init", "n
 _LFM2_CHANGES_NOTHING |= {"theta", "use_pos_enc"}
 """Fields of released files that Lfm2ForCausalLM does not read."""
 CONV = "conv"
+_SAME_IN_QWEN3_NEXT = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "dim",
+    "intermediate_size": "ffn_dim",
+    "num_hidden_layers": "num_layers",
+    "max_position_embeddings": "max_seq_len",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tie_embeddings",
+}
+_QWEN3_NEXT_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "full_attention_interval": 4,
+    "decoder_sparse_step": 1,
+}
+_QWEN3_NEXT_OTHERS = {"num_experts", "mlp_only_layers", "rope_scaling"}
+"""Further fields that are read, which may be 0 or null."""
+_QWEN3_NEXT_EXPERTS = {"moe_intermediate_size", "shared_expert_intermediate_size"}
+_QWEN3_NEXT_EXPERTS |= {"num_experts_per_tok", "norm_topk_prob", "output_router_logits"}
+_QWEN3_NEXT_EXPERTS |= {"router_aux_loss_coef"}
+"""Fields of experts, which change nothing in a model without them."""
+LINEAR = "linear_attention"
 REFUSED_TYPES = {
     "olmo_hybrid": ("layer_types", "its attention layers normalize their output, ours the input"),
-    "qwen3_next": ("layer_types", "its attention has a gate of the output, ours has none"),
     "inkling_text": ("d_rel", "its attention adds a learned bias by distance, ours has none"),
     "inkling_mm_model": ("text_config", "its attention adds a learned bias by distance"),
 }
@@ -442,7 +482,45 @@ _LFM2_NAMING = Naming(
     },
     bare={},
 )
-_NAMINGS = {MAMBA2: _MAMBA2_NAMING, LFM2: _LFM2_NAMING}
+_QWEN3_NEXT_NAMING = Naming(
+    layers="model.layers",
+    ends={
+        "tok_embeddings": "model.embed_tokens",
+        "norm": "model.norm",
+        "output": "lm_head",
+    },
+    block={
+        "attention_norm": "input_layernorm",
+        "attention.wk": "self_attn.k_proj",
+        "attention.wv": "self_attn.v_proj",
+        "attention.wo": "self_attn.o_proj",
+        "attention.q_norm": "self_attn.q_norm",
+        "attention.k_norm": "self_attn.k_norm",
+        "ffn_norm": "post_attention_layernorm",
+        "feed_forward.w1": "mlp.gate_proj",
+        "feed_forward.w3": "mlp.up_proj",
+        "feed_forward.w2": "mlp.down_proj",
+    },
+    bare={},
+)
+_QWEN3_NEXT_DELTA_NAMING = _QWEN3_NEXT_NAMING._replace(
+    block={
+        "attention_norm": "input_layernorm",
+        "attention.conv1d": "linear_attn.conv1d",
+        "attention.o_norm": "linear_attn.norm",
+        "attention.wo": "linear_attn.out_proj",
+        "ffn_norm": "post_attention_layernorm",
+        "feed_forward.w1": "mlp.gate_proj",
+        "feed_forward.w3": "mlp.up_proj",
+        "feed_forward.w2": "mlp.down_proj",
+    },
+    bare={
+        "attention.A_log": "linear_attn.A_log",
+        "attention.dt_bias": "linear_attn.dt_bias",
+    },
+)
+"""Of layers of GatedDeltaNet."""
+_NAMINGS = {MAMBA2: _MAMBA2_NAMING, LFM2: _LFM2_NAMING, QWEN3_NEXT: _QWEN3_NEXT_NAMING}
 OWN_MIXER = "mixer"
 """Name of the module of a layer that is a mixer without names above."""
 
@@ -457,19 +535,23 @@ def keeps_names(layer: ModelArgs) -> bool:
 def to_hf(name: str, model_type: str = MODEL_TYPE, args: ModelArgs | None = None) -> str:
     """Return a parameter's name in the class of `model_type`. Raises ValueError if unknown.
 
-    `args`: the model, needed for the layers with a mixer that keeps its names.
+    `args`: the model, needed for the layers with a mixer that keeps its names, and for Qwen3-Next.
     """
+    naming = _NAMINGS.get(model_type, LLAMA_NAMING)
     own = re.fullmatch(r"layers\.(\d+)\.attention\.(.+)", name)
-    if own and args is not None and model_type not in STANDARD_TYPES:
-        if keeps_names(args.layer_args[int(own[1])]):
+    if own and args is not None:
+        layer = args.layer_args[int(own[1])]
+        if model_type == QWEN3_NEXT and layer.recurrent is not None:
+            naming = _QWEN3_NEXT_DELTA_NAMING
+        elif model_type not in STANDARD_TYPES and keeps_names(layer):
             return f"{LLAMA_NAMING.layers}.{own[1]}.{OWN_MIXER}.{own[2]}"
-    return _translate(name, "layers", _NAMINGS.get(model_type, LLAMA_NAMING))
+    return _translate(name, "layers", naming)
 
 
 def to_ours(name: str, model_type: str = "") -> str:
     """Return our name of the parameter of a class. Raises ValueError if unknown.
 
-    `model_type` may be left out unless it is LFM2's.
+    `model_type` may be left out unless it is LFM2's or Qwen3-Next's.
     """
     own = re.fullmatch(rf"{re.escape(LLAMA_NAMING.layers)}\.(\d+)\.{OWN_MIXER}\.(.+)", name)
     if own:
@@ -477,6 +559,9 @@ def to_ours(name: str, model_type: str = "") -> str:
     naming = _MAMBA2_NAMING if name.startswith("backbone.") else LLAMA_NAMING
     if model_type == LFM2:
         naming = _LFM2_NAMING
+    if model_type == QWEN3_NEXT:
+        is_delta = ".linear_attn." in name
+        naming = _QWEN3_NEXT_DELTA_NAMING if is_delta else _QWEN3_NEXT_NAMING
     tables = (naming.ends, naming.block, naming.bare)
     inverse_tables = ({hf: ours for ours, hf in table.items()} for table in tables)
     return _translate(name, naming.layers, Naming("layers", *inverse_tables))
@@ -556,6 +641,10 @@ def plain_fields(args: ModelArgs) -> dict[str, Any] | None:
     (first, *others) = kinds
     if not others and first.mixer == MAMBA2 and first.mixer_conv and first.ffn == "none":
         return _mamba2_fields(first)
+
+    # Of all classes, only Qwen3-Next's has a gate after attention, next to GatedDeltaNet.
+    if any(kind.attention_gate != "none" for kind in kinds):
+        return _qwen3_next_fields(args)
 
     # LFM2's layers are attention and its own mixer: the file itself, not one of that name.
     if [Path(mixer.rpartition(":")[0]).name for mixer in own_mixers(args)] == [_LFM2_FILE.name]:
@@ -647,6 +736,9 @@ def unknown(config: Mapping[str, Any]) -> list[str]:
     if config.get("model_type") == LFM2:
         known = {*_LFM2_DEFAULTS, *_LFM2_OTHERS, *_LFM2_CHANGES_NOTHING}
         return sorted(names - known)
+    if config.get("model_type") == QWEN3_NEXT:
+        known = {*_QWEN3_NEXT_DEFAULTS, *_QWEN3_NEXT_OTHERS, *_QWEN3_NEXT_EXPERTS}
+        return sorted(names - known)
     return sorted(names - DEFAULTS.keys())
 
 
@@ -666,6 +758,8 @@ def to_args(config: Mapping[str, Any]) -> ModelArgs:
         args = _mamba2_args(config, extension)
     elif config.get("model_type") == LFM2:
         args = _lfm2_args(config, extension)
+    elif config.get("model_type") == QWEN3_NEXT:
+        args = _qwen3_next_args(config, extension)
     else:
         args = _llama_args(config, extension)
 
@@ -864,6 +958,229 @@ def _lfm2_fields(args: ModelArgs) -> dict[str, Any] | None:
         "conv_bias": False,
         "block_auto_adjust_ff_dim": False,
         "layer_types": [FULL if kind.mixer == "attention" else CONV for kind in args.layer_args],
+        **dict.fromkeys(TOKEN_IDS),  # not the ids of the class's own vocabulary
+    }
+    extension = _extension(layer, _CHANGES_TRAINING)
+    if extension:
+        config[EXTENSION] = extension
+    return config
+
+
+def _qwen3_next_args(config: Mapping[str, Any], extension: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ModelArgs that are in a Qwen3NextConfig's config.json itself."""
+    checked(EXTENSION, extension, dict)
+    values = _QWEN3_NEXT_DEFAULTS | dict(config)
+    for name, default in _QWEN3_NEXT_DEFAULTS.items():
+        values[name] = checked(name, values[name], type(default))
+
+    # Options that our models do not have.
+    for name in ("attention_bias", "attention_dropout"):
+        if values[name]:
+            raise_unsupported(name, values[name], "unsupported")
+    if values["hidden_act"] != "silu":
+        raise_unsupported("hidden_act", values["hidden_act"], "expected silu")
+    layer_types = _qwen3_next_layers(values)
+    _refuse_qwen3_next_experts(values)
+
+    # What layers of each type change.
+    layers = {}
+    if FULL in layer_types:
+        layers["attention"] = _qwen3_next_attention(values)
+    if LINEAR in layer_types:
+        layers["gated_deltanet"] = _qwen3_next_delta(values)
+    names = ["attention" if name == FULL else "gated_deltanet" for name in layer_types]
+    args = {ours: values[theirs] for theirs, ours in _SAME_IN_QWEN3_NEXT.items()}
+    return {
+        **args,
+        "num_heads": values["num_attention_heads"],
+        "pattern": _repeated(names),
+        "layers": layers,
+    }
+
+
+def _qwen3_next_layers(qwen: Mapping[str, Any]) -> list[str]:
+    """Return the type of each layer, FULL or LINEAR."""
+    num_layers = qwen["num_hidden_layers"]
+    if num_layers > _MAX_LAYERS_BY_NAME:
+        raise_unsupported(
+            "num_hidden_layers", num_layers, f"expected at most {_MAX_LAYERS_BY_NAME}"
+        )
+
+    # Where a file has both, the class does not read the interval.
+    layer_types = qwen.get("layer_types")
+    if layer_types is None:
+        interval = qwen["full_attention_interval"]
+        numbers = range(1, num_layers + 1)
+        return [LINEAR if number % interval else FULL for number in numbers]
+    checked("layer_types", layer_types, list)
+    has_others = any(layer_type not in (FULL, LINEAR) for layer_type in layer_types)
+    if has_others or len(layer_types) != num_layers:
+        raise_unsupported(
+            "layer_types", layer_types, f"expected {num_layers} of {FULL} or {LINEAR}"
+        )
+    return list(layer_types)
+
+
+def _refuse_qwen3_next_experts(qwen: Mapping[str, Any]) -> None:
+    """Raise UserError if a layer is a mixture of experts, as the class decides it."""
+    num_experts = qwen.get("num_experts", 512)
+    if num_experts == 0 and type(num_experts) is int:
+        return
+    checked("num_experts", num_experts, int)
+    dense_layers = qwen.get("mlp_only_layers")
+    dense_layers = [] if dense_layers is None else checked("mlp_only_layers", dense_layers, list)
+    for i in range(qwen["num_hidden_layers"]):
+        if i not in dense_layers and (i + 1) % qwen["decoder_sparse_step"] == 0:
+            raise_unsupported(
+                "num_experts",
+                num_experts,
+                f"layer {i} is a mixture of experts with a gate of the shared one, which ours do "
+                "not have; expected 0, or every layer in mlp_only_layers",
+            )
+
+
+def _qwen3_next_attention(qwen: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a layer of attention changes."""
+    # The class has any head dim; ours follows from the width.
+    num_heads = qwen["num_attention_heads"]
+    head_dim = qwen["head_dim"]
+    if head_dim * num_heads != qwen["hidden_size"]:
+        expected = f"expected hidden_size / heads = {qwen['hidden_size'] / num_heads:g}"
+        raise_unsupported("head_dim", head_dim, expected)
+
+    rotation = _qwen3_next_rotation(qwen)
+    rotary_dim = int(head_dim * rotation["partial_rotary_factor"])  # as the class rounds
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise_unsupported(
+            "partial_rotary_factor",
+            rotation["partial_rotary_factor"],
+            f"rotates {rotary_dim} of {head_dim} dims; expected an even number of at least 2",
+        )
+    section: dict[str, Any] = {"position": "rope"}
+    if rotary_dim < head_dim:
+        section = {"position": "partial_rope_c", "partial_rope_dim": rotary_dim}
+    return {
+        **section,
+        "rope_theta": rotation["rope_theta"],
+        "num_kv_heads": qwen["num_key_value_heads"],
+        "qk_norm": "per_head",
+        "attention_gate": "per_channel",
+    }
+
+
+def _qwen3_next_rotation(qwen: Mapping[str, Any]) -> dict[str, float]:
+    """Return rope_theta and partial_rotary_factor, which a file may have in two places."""
+    # transformers 4 reads rope_scaling, transformers 5 either, but not both
+    if qwen.get("rope_scaling") and qwen.get("rope_parameters"):
+        raise_unsupported(
+            "rope_scaling", qwen["rope_scaling"], "expected null next to rope_parameters"
+        )
+    rope: Mapping[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        if qwen.get(name):
+            rope = checked(name, qwen[name], dict)
+            rope_type = rope.get("rope_type", rope.get("type", "default"))
+            if rope_type != "default" or rope.keys() - _CHECKED_IN_ROPE.keys():
+                raise_unsupported(name, rope, 'expected rope_type = "default"')
+
+    # transformers 4 reads the fields, transformers 5 prefers those of rope_parameters
+    rotation = {}
+    for name in ("rope_theta", "partial_rotary_factor"):
+        rotation[name] = qwen[name]
+        if name in rope:
+            rotation[name] = checked(f"rope_parameters.{name}", rope[name], float)
+    return rotation
+
+
+def _qwen3_next_delta(qwen: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a layer of GatedDeltaNet changes."""
+    # The class may share a key among several states; each of ours has a key.
+    num_heads = qwen["linear_num_key_heads"]
+    if qwen["linear_num_value_heads"] != num_heads:
+        raise_unsupported(
+            "linear_num_value_heads",
+            qwen["linear_num_value_heads"],
+            f"expected linear_num_key_heads = {num_heads}",
+        )
+    num_taps = qwen["linear_conv_kernel_dim"]
+    if not RANGES["canon_kernel"].contains(num_taps):
+        raise_unsupported("linear_conv_kernel_dim", num_taps, "expected 2 to 16")
+    return {
+        "num_heads": num_heads,
+        "expand_k": num_heads * qwen["linear_key_head_dim"] / qwen["hidden_size"],
+        "expand_v": num_heads * qwen["linear_value_head_dim"] / qwen["hidden_size"],
+        "mixer_conv": True,
+        "canon_kernel": num_taps,
+    }
+
+
+def _qwen3_next_fields(args: ModelArgs) -> dict[str, Any] | None:
+    """Return a config.json for Qwen3NextForCausalLM, None if it does not compute `args`."""
+    kinds = list(args.kinds.values())
+    attention = [kind for kind in kinds if kind.mixer == "attention"]
+    deltas = [kind for kind in kinds if kind.mixer == "gated_deltanet"]
+    if len(attention) != 1 or len(deltas) > 1 or len(kinds) != 1 + len(deltas):
+        return None
+
+    (layer,) = attention
+    is_gated = layer.attention_gate == "per_channel" and layer.qk_norm == "per_head"
+    has_rotation = layer.position in ("rope", "partial_rope_c") and not layer.window
+    is_gated_silu = layer.ffn == "gated" and layer.ffn_activation == "silu"
+    if not is_gated or not has_rotation or not is_gated_silu or layer.bias:
+        return None
+
+    delta_fields: dict[str, Any] = {}
+    for delta in deltas:
+        unlike = replace(
+            layer,
+            mixer=delta.mixer,
+            position=delta.position,
+            partial_rope_dim=0,
+            rope_theta=delta.rope_theta,
+            qk_norm="none",
+            attention_gate="none",
+            num_kv_heads=0,
+            num_heads=delta.num_heads,
+            expand_k=delta.expand_k,
+            expand_v=delta.expand_v,
+            mixer_conv=True,
+            canon_kernel=delta.canon_kernel,
+        )
+        if unlike != delta:  # in more than the mixer
+            return None
+        delta_fields = {
+            "linear_num_key_heads": delta.num_heads,
+            "linear_num_value_heads": delta.num_heads,
+            "linear_key_head_dim": delta.key_dim,
+            "linear_value_head_dim": delta.value_dim,
+            "linear_conv_kernel_dim": delta.canon_kernel,
+        }
+
+    # The class rounds its product with the head dim down.
+    rotary_factor = layer.rope_dim / layer.head_dim
+    if int(layer.head_dim * rotary_factor) < layer.rope_dim:
+        rotary_factor = math.nextafter(rotary_factor, 1.0)
+    config: dict[str, Any] = {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": QWEN3_NEXT,
+        **{theirs: getattr(layer, ours) for theirs, ours in _SAME_IN_QWEN3_NEXT.items()},
+        "num_attention_heads": layer.num_heads,
+        "num_key_value_heads": layer.kv_heads,
+        "head_dim": layer.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        # the fields are for transformers 4
+        "rope_theta": layer.rope_theta,
+        "partial_rotary_factor": rotary_factor,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": layer.rope_theta,
+            "partial_rotary_factor": rotary_factor,
+        },
+        **delta_fields,
+        "num_experts": 0,
+        "mlp_only_layers": list(range(args.num_layers)),
+        "layer_types": [FULL if kind.mixer == "attention" else LINEAR for kind in args.layer_args],
         **dict.fromkeys(TOKEN_IDS),  # not the ids of the class's own vocabulary
     }
     extension = _extension(layer, _CHANGES_TRAINING)

@@ -34,12 +34,14 @@ from canon_pretrain.hf.config import (
     ARCHITECTURE,
     MAMBA2,
     MODEL_TYPE,
+    QWEN3_NEXT,
     TOKEN_IDS,
     plain_fields,
     to_fields,
     to_hf,
 )
 from canon_pretrain.hf.loading import find_tokenizer, run_data
+from canon_pretrain.hf.qwen3_next import to_class
 from canon_pretrain.hf.reading import CONFIG, interleave_orders, meta_weights
 from canon_pretrain.hf.tokenizer_files import llama_cpp_reads, sentencepiece_file, tokenizer_files
 from canon_pretrain.model.args import ModelArgs, map_mixers
@@ -140,7 +142,8 @@ def export(
         # The weights, under the names of the class that computes this model.
         torch_dtype = DTYPES[dtype]
         model_type = (plain_fields(args) or {}).get("model_type", MODEL_TYPE)
-        shapes = {to_hf(name, model_type, args): tensor.shape for name, tensor in like.items()}
+        named = _in_class(like.items(), args, model_type)
+        shapes = {name: tensor.shape for name, tensor in named}
         plans = writing.plan_files(shapes, torch_dtype, max_file_bytes)
         tensors = _tensors(checkpoint, args, like, torch_dtype, model_type)
         writing.write_files(temporary, plans, tensors, torch_dtype)
@@ -167,13 +170,24 @@ def _tensors(
     checkpoint: Path, args: ModelArgs, like: dict[str, Tensor], dtype: torch.dtype, model_type: str
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights by their names in the class of `model_type`, in its rotary layout."""
+    stored = _stored(checkpoint, args, like, dtype, model_type)
+    for name, tensor in _in_class(stored, args, model_type):
+        yield name, tensor.to(dtype)
+
+
+def _stored(
+    checkpoint: Path, args: ModelArgs, like: dict[str, Tensor], dtype: torch.dtype, model_type: str
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights by our names, in the rotary layout of the class of `model_type`."""
     # standard classes rotate dims i and i+R/2, so that the rows of Q and K need another order
     orders: Mapping[str, Tensor] = {}
     if model_type != MODEL_TYPE:
         orders = interleave_orders(args)
 
-    for name, tensor in weights.stream_weights(checkpoint, like, dtype):
-        if not tensor.isfinite().all():
+    # Qwen3-Next's gains are less 1, and must not be rounded before
+    loaded_dtype = torch.float32 if model_type == QWEN3_NEXT else dtype
+    for name, tensor in weights.stream_weights(checkpoint, like, loaded_dtype):
+        if not tensor.to(dtype).isfinite().all():
             raise UserError(
                 "hf.not_finite",
                 f"{name} is not finite in {dtype}: choose another --dtype or an earlier step",
@@ -181,6 +195,17 @@ def _tensors(
             )
         if name in orders:
             tensor = tensor[orders[name].argsort()]  # argsort inverts an order
+        yield name, tensor
+
+
+def _in_class(
+    tensors: Iterable[tuple[str, Tensor]], args: ModelArgs, model_type: str
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors by our names as those of the class of `model_type`."""
+    if model_type == QWEN3_NEXT:
+        yield from to_class(tensors, args)
+        return
+    for name, tensor in tensors:
         yield to_hf(name, model_type, args), tensor
 
 
@@ -379,6 +404,8 @@ _SERVERS = {
     "smollm3": "vLLM and SGLang serve",
     "mamba2": "vLLM serves",
 }
+# read in vLLM's code (2026, commit 002d607): set_moe_parameters of its class raises without experts
+_NO_EXPERTS = "vLLM refuses this class without experts; transformers runs it."
 _WINDOWS = """\
 Not every server reads `sliding_window` of this class: compare logits with transformers' first.
 """
@@ -478,9 +505,12 @@ def _serving_text(args: ModelArgs, tokenizer: Tokenizer | None) -> str:
         servers = _SERVERS.get(model_type, "vLLM, SGLang and llama.cpp serve")
         if has_window:
             servers = "vLLM and SGLang serve"
+        serving = f"{servers} it like any model of that class."
+        if model_type == QWEN3_NEXT:
+            servers = ""
+            serving = _NO_EXPERTS
         texts = [
-            f"A standard {config['architectures'][0]}, without custom code.\n"
-            f"{servers} it like any model of that class.\n"
+            f"A standard {config['architectures'][0]}, without custom code.\n{serving}\n",
         ]
         if has_window and model_type != "mistral":
             texts.append(_WINDOWS)

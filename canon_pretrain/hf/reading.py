@@ -37,7 +37,8 @@ from canon_pretrain.core.files import fsync_folder, publish, read_json, write_at
 from canon_pretrain.data.tokenizer import FILE_NAMES
 from canon_pretrain.hf import config as fields
 from canon_pretrain.hf import lingua
-from canon_pretrain.hf.config import layout, to_hf
+from canon_pretrain.hf.config import QWEN3_NEXT, layout, to_hf
+from canon_pretrain.hf.qwen3_next import Packed, is_centered, packed_tensors
 from canon_pretrain.hf.writing import INDEX, folder_beside, unflatten
 from canon_pretrain.model.args import (
     FILLED_SIZES,
@@ -58,6 +59,8 @@ MODEL_TOML = "model.toml"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # tables in old Llama checkpoints that follow from the config
 _TABLES = ".rotary_emb.inv_freq"
+# Qwen3-Next's module that predicts several tokens, which transformers does not read either
+_MULTI_TOKEN = "mtp."
 _MAX_PARAMETERS_PER_VALUE = 4
 """More parameters than this per stored value are no model: only tied weights are stored once."""
 
@@ -243,12 +246,23 @@ def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
     expected_weights = meta_weights(args)
     weights: dict[str, Tensor] = {}
     unknown_names: list[str] = []
+    packed_by_name: dict[str, Packed] = {}
+    if model_type == QWEN3_NEXT:
+        packed_by_name = {packed.name: packed for packed in packed_tensors(args)}
     for stored in _tensors(source, model_type):
+        if packed := packed_by_name.get(stored.name):
+            shape = torch.Size((packed.num_rows, args.dim))
+            weights |= packed.split(_read_checked(stored, shape, source))
+            continue
+
         name = stored.our_name
         if args.tie_embeddings and name == "output.weight":  # stored twice by some writers
             name = "tok_embeddings.weight"
         if name is None or name not in expected_weights:
-            if not stored.name.endswith(_TABLES):
+            is_ignored = stored.name.endswith(_TABLES)
+            if model_type == QWEN3_NEXT:
+                is_ignored = stored.name.startswith(_MULTI_TOKEN)
+            if not is_ignored:
                 unknown_names.append(stored.name)
             continue
 
@@ -265,7 +279,9 @@ def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
     # Config and tensors must describe one model.
     missing_names = [name for name in expected_weights if name not in weights]
     if not is_lingua:
-        missing_names = [to_hf(name, model_type, args) for name in missing_names]
+        names = {part.name: p.name for p in packed_by_name.values() for part in p.parts}
+        missing_names = [names.get(name) or to_hf(name, model_type, args) for name in missing_names]
+        missing_names = list(dict.fromkeys(missing_names))
     if missing_names:
         raise UserError(
             "hf.missing_tensors",
@@ -278,6 +294,10 @@ def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
             f"{source} has {_listed(unknown_names)}, which its {config_name} does not describe",
             names=unknown_names,
         )
+
+    if model_type == QWEN3_NEXT:
+        for name in filter(is_centered, weights):
+            weights[name] = 1 + weights[name]
 
     # Our rotary layout is lingua's.
     if not is_lingua and layout(config) == fields.HUGGINGFACE:

@@ -176,6 +176,9 @@ class ModelArgs:
     # dims of each head, with one gain for all heads (Qwen3's).
     qk_norm: Annotated[str, ("none", "full", "per_head")] = "none"
     """none; full: over all heads, before Canon-B; per_head: over each head, after Canon-B."""
+    attention_gate: Annotated[str, ("none", "per_channel")] = "none"
+    """none; per_channel: what attention returns, times sigmoid of a linear layer of its input, for
+    each head and channel (arXiv 2505.06708, elementwise at G1; Qwen3-Next)."""
     smear: bool = False
     """Add to each embedding that of the token before, times a learned gate (modded-nanogpt's)."""
     tie_embeddings: bool = False
@@ -520,7 +523,14 @@ NOT_OF_LAYERS = (
 """Fields that are the same in all layers of a model."""
 LAYER_FIELDS = tuple(f.name for f in fields(ModelArgs) if f.name not in NOT_OF_LAYERS)
 
-_ATTENTION_FIELDS = ("qk_norm", "num_kv_heads", "partial_rope_dim", "bias", "window")
+_ATTENTION_FIELDS = (
+    "qk_norm",
+    "attention_gate",
+    "num_kv_heads",
+    "partial_rope_dim",
+    "bias",
+    "window",
+)
 
 
 def _mixers_by_option() -> Mapping[str, tuple[str, ...]]:

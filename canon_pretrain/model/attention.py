@@ -1,5 +1,9 @@
 """Causal multi-head attention with optional QK-norm, Canon-B, grouped heads and rotary layouts.
 
+`attention_gate` is the paper's elementwise gate at G1 (Qiu et al., arXiv 2505.06708), as in
+transformers' `Qwen3NextAttention`: Y' = Y * sigmoid(X W_g), where Y is the output of all heads,
+before the output projection, and X the input of the layer.
+
 Rotation is of interleaved pairs (0,1), (2,3), .. as torchtitan's and lingua's, in real arithmetic:
 torch.compile generates no code for complex numbers.
 
@@ -98,13 +102,16 @@ class Rope(nn.Module):
         return apply_rope(x_BTHK, self.cos_TR[rows], self.sin_TR[rows], rope_heads)
 
 
+def num_readers(args: ModelArgs) -> int:
+    """Return how many linear layers read the input of attention: wq, wk, wv, and the gate's."""
+    return 3 if args.attention_gate == "none" else 4
+
+
 class Attention(nn.Module):
     """q, k, v -> QK-norm -> Canon-B over [q|k|v] -> heads -> rotation -> causal softmax -> wo.
 
-    Q, K and V are the parts of Canon-B.
+    Q, K and V are the parts of Canon-B. `attention_gate` is a factor before wo.
     """
-
-    readers = 3
 
     def __init__(
         self, args: ModelArgs, rope: Rope | None, attend: Attend, canon_backend: str = "auto"
@@ -115,7 +122,11 @@ class Attention(nn.Module):
         self.wq = nn.Linear(args.dim, q_dim, bias=args.bias)
         self.wk = nn.Linear(args.dim, k_dim, bias=args.bias)
         self.wv = nn.Linear(args.dim, v_dim, bias=args.bias)
+        self.wg: nn.Linear | None = None
+        if args.attention_gate == "per_channel":
+            self.wg = nn.Linear(args.dim, q_dim, bias=args.bias)
         self.wo = nn.Linear(q_dim, args.dim, bias=args.bias)
+        self.readers = num_readers(args)
 
         self.qk_norm = args.qk_norm
         self.norm_eps = args.norm_eps
@@ -137,13 +148,19 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Stream, context: Context = NO_CONTEXT) -> Tensor:
         """Return what is added to the residual stream, [B, T, D]."""
-        x_q, x_k, x_v = per_reader(x_BTD, self.readers)
+        x_q, x_k, x_v, *x_gates = per_reader(x_BTD, self.readers)
         q_BTHK, k_BSGK, v_BSGK = self.heads(
             self.wq(x_q), self.wk(x_k), self.wv(x_v), context, source_BTD=x_q
         )
         if context.cache is not None:
             k_BSGK, v_BSGK = context.cache.append(k_BSGK, v_BSGK)
-        return self.wo(self.attend(q_BTHK, k_BSGK, v_BSGK, context.mask).flatten(-2))
+        y = self.attend(q_BTHK, k_BSGK, v_BSGK, context.mask).flatten(-2)  # [B, T, H K]
+
+        # y * sigmoid(wg x), for each head and channel
+        if self.wg is not None:
+            (x_gate,) = x_gates
+            y = y * self.wg(x_gate).sigmoid()
+        return self.wo(y)
 
     def heads(
         self,

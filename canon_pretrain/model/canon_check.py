@@ -17,7 +17,7 @@ from canon_pretrain.kernels.compiled import Segments
 from canon_pretrain.kernels.decode_step import Parts
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Attend
-from canon_pretrain.model.attention import Attention, Rope
+from canon_pretrain.model.attention import Attention, Rope, num_readers
 from canon_pretrain.model.cache import Context, document_numbers, window_segments
 from canon_pretrain.model.canon import Canon, CanonGate, add_norm_canon, per_reader
 from canon_pretrain.model.mixers import mixer_class
@@ -51,8 +51,10 @@ def training_cases(args: ModelArgs) -> list[Case]:
     is_gated = args.ffn == "gated"
     cases = []
     if "A" in args.canon_set:
-        mixer = Attention if args.mixer == "attention" else mixer_class(args.mixer)
-        readers = mixer.readers
+        if args.mixer == "attention":
+            readers = num_readers(args)
+        else:
+            readers = mixer_class(args.mixer).readers
         cases.append(norm_case("norm + A", args, "A", readers=readers))
     if "C" in args.canon_set:
         cases.append(norm_case("norm + C", args, "C", readers=2 if is_gated else 1))
@@ -131,6 +133,7 @@ class _Heads(nn.Module):
         rope = Rope(args) if args.rope_dim else None
         self.attention = Attention(args, rope, Attend(args), backend)
         del self.attention.wq, self.attention.wk, self.attention.wv, self.attention.wo
+        self.attention.wg = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments_BN: Segments = None) -> Parts:
         return self.attention.heads(q, k, v, Context(segments_BN=segments_BN))

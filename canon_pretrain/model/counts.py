@@ -120,6 +120,10 @@ def _attention_parameters(args: ModelArgs) -> int:
         number += 2 * args.head_dim
     if args.bias:
         number += q_dim + k_dim + v_dim + args.dim
+    if args.attention_gate == "per_channel":
+        number += args.dim * q_dim
+        if args.bias:
+            number += q_dim
     return number
 
 

@@ -106,7 +106,11 @@ def gated_widths(args: Args) -> Widths:
 
 
 def _gated_per_head(args: Args) -> dict[str, float]:
-    return {"expand_k dim": args.expand_k * args.dim, "expand_v dim": args.expand_v * args.dim}
+    # a width that was divided by dim, and is multiplied by it again, may be 120.00000000000001
+    return {
+        "expand_k dim": round(args.expand_k * args.dim, 6),
+        "expand_v dim": round(args.expand_v * args.dim, 6),
+    }
 
 
 def _gla_parameters(args: Args) -> int:

@@ -70,6 +70,7 @@ _QK_NORMS = {
     "full": "RMSNorm of all queries and of all keys (QK-norm full)",
     "per_head": "RMSNorm of each head's queries and keys (QK-norm per head)",
 }
+_GATES = {"per_channel": "a learned sigmoid gate of each channel of its output"}
 
 Row = tuple[str, str]
 
@@ -237,6 +238,8 @@ def _layer(args: ModelArgs) -> Iterator[Row]:
         mixer.append(f"over a window of the last {args.window:,} tokens")
     if args.qk_norm != "none":
         mixer.append(_QK_NORMS[args.qk_norm])
+    if args.attention_gate != "none":
+        mixer.append(_GATES[args.attention_gate])
     if args.mixer_conv:
         mixer.append("with its convolution")
     if args.mimetic_init:

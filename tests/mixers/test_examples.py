@@ -378,6 +378,18 @@ def test_values_and_gradients_equal_transformers(name, oracle, changes, num_toke
     torch.testing.assert_close(dx, expected_dx, atol=3e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": "full", "canon_set": "ABCD", "bias": True}])
+def test_gated_attention_is_an_option_of_the_product(changes):
+    args = replace(EXAMPLES["gated_attention"].args, **changes)
+    example = build_example(args)
+    product = build_example(replace(args, mixer="attention", attention_gate="per_channel"))
+    weights = {name.replace(".attend.", "."): w for name, w in example.state_dict().items()}
+    product.load_state_dict(weights)
+    tokens = random_tokens(args, 2, 40)
+    with torch.no_grad():
+        torch.testing.assert_close(product(tokens), example(tokens), rtol=0, atol=0)
+
+
 @each_example
 def test_bfloat16_is_close_to_float32_and_keeps_the_dtype(example):
     mixer = build_example(replace(example.args, canon_set=example.canon_set)).layers["0"].attention

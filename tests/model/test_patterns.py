@@ -34,6 +34,7 @@ def random_layer(rng, ffns):
         layer["window"] = rng.choice([0, 0, 1, 4, 9, 40])
         layer["num_kv_heads"] = rng.choice([0, 2])
         layer["qk_norm"] = rng.choice(["none", "full", "per_head"])
+        layer["attention_gate"] = rng.choice(["none", "per_channel"])
         return layer
     layer["mixer_conv"] = "B" not in layer["canon_set"] and rng.random() < 0.5
     if mixer == "mamba2":

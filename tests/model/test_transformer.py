@@ -273,6 +273,7 @@ RECURRENT = [{"mixer": name, "position": "nope", "num_heads": 4} for name in MIX
 ONLY_SOME_MIXERS = [
     ("position", RECURRENT, {"position": "rope"}),
     ("qk_norm", RECURRENT, {"qk_norm": "full"}),
+    ("attention_gate", RECURRENT, {"attention_gate": "per_channel"}),
     ("num_kv_heads", RECURRENT, {"num_kv_heads": 2}),
     ("bias", RECURRENT, {"bias": True}),
     ("partial_rope_dim", [GLA], {"partial_rope_dim": 8}),

@@ -214,6 +214,7 @@ OPTIONS = [
     ("smear", {"smear": True}),
     ("mixer", {"window": 1024}),
     ("mixer", {"qk_norm": "per_head"}),
+    ("mixer", {"attention_gate": "per_channel"}),
     *(("positions", {"position": "h_alibi", "h_alibi_heads": heads}) for heads in (0, 1, 3)),
 ]
 """The row of a card that an option changes, and the option."""

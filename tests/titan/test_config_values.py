@@ -243,6 +243,7 @@ TEXTS = {
     "model.pattern": "config.type",
     "model.layers": "config.type",
     "model.qk_norm": CHOICE,
+    "model.attention_gate": CHOICE,
     "model.canon_backend": CHOICE,
     "model.mixer_backend": CHOICE,
     "model.attention_backend": CHOICE,

@@ -74,6 +74,7 @@ ATTENTION_KEYS: dict[str, Any] = {
     "partial_rope_dim": 6,
     "rope_theta": 500.0,
     "qk_norm": "per_head",
+    "attention_gate": "per_channel",
     "document_mask": True,
     "eos_id": 3,
     "canon_set": "BD",

@@ -9,6 +9,8 @@ elementwise, with another gate for each head, and then the output projection. q,
 product's: grouped heads, QK-norm, Canon-B, positions and `window` are options as with
 mixer = "attention". A mixer of one's own has no positions unless `position` is set, such as "rope".
 
+The product has it too: mixer = "attention" with attention_gate = "per_channel".
+
 Left out: the paper's other places and forms (headwise, shared, additive, SiLU).
 
 Shapes: B batch, T tokens, S tokens so far, D hidden, H heads, G key-value heads, K head dim.
