@@ -780,6 +780,7 @@ _shtab_canon_train_options=(
   "--model.canon_filter[model.canon_filter]:model.canon_filter:(static dynamic dynamic_heads scalar shift)"
   "--model.canon_scale[model.canon_scale]:model.canon_scale:(none sqrt)"
   "--model.qk_norm[none, full or per_head]:model.qk_norm:(none full per_head)"
+  "--model.attention_gate[model.attention_gate]:model.attention_gate:(none per_channel)"
   "--model.smear[model.smear]:model.smear:(true false)"
   "--model.tie_embeddings[model.tie_embeddings]:model.tie_embeddings:(true false)"
   "--model.document_mask[stop attention and Canon at document boundaries]:model.document_mask:(true false)"

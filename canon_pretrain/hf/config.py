@@ -993,6 +993,7 @@ def _qwen3_next_args(config: Mapping[str, Any], extension: Mapping[str, Any]) ->
     return {
         **args,
         "num_heads": values["num_attention_heads"],
+        "rope_theta": _qwen3_next_rotation(values)["rope_theta"],
         "pattern": _repeated(names),
         "layers": layers,
     }
@@ -1048,12 +1049,12 @@ def _qwen3_next_attention(qwen: Mapping[str, Any]) -> dict[str, Any]:
         expected = f"expected hidden_size / heads = {qwen['hidden_size'] / num_heads:g}"
         raise_unsupported("head_dim", head_dim, expected)
 
-    rotation = _qwen3_next_rotation(qwen)
-    rotary_dim = int(head_dim * rotation["partial_rotary_factor"])  # as the class rounds
+    factor = _qwen3_next_rotation(qwen)["partial_rotary_factor"]
+    rotary_dim = int(head_dim * factor)  # as the class rounds
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise_unsupported(
             "partial_rotary_factor",
-            rotation["partial_rotary_factor"],
+            factor,
             f"rotates {rotary_dim} of {head_dim} dims; expected an even number of at least 2",
         )
     section: dict[str, Any] = {"position": "rope"}
@@ -1061,7 +1062,6 @@ def _qwen3_next_attention(qwen: Mapping[str, Any]) -> dict[str, Any]:
         section = {"position": "partial_rope_c", "partial_rope_dim": rotary_dim}
     return {
         **section,
-        "rope_theta": rotation["rope_theta"],
         "num_kv_heads": qwen["num_key_value_heads"],
         "qk_norm": "per_head",
         "attention_gate": "per_channel",
@@ -1116,7 +1116,7 @@ def _qwen3_next_delta(qwen: Mapping[str, Any]) -> dict[str, Any]:
 
 def _qwen3_next_fields(args: ModelArgs) -> dict[str, Any] | None:
     """Return a config.json for Qwen3NextForCausalLM, None if it does not compute `args`."""
-    kinds = list(args.kinds.values())
+    kinds = list(dict.fromkeys(args.kinds.values()))
     attention = [kind for kind in kinds if kind.mixer == "attention"]
     deltas = [kind for kind in kinds if kind.mixer == "gated_deltanet"]
     if len(attention) != 1 or len(deltas) > 1 or len(kinds) != 1 + len(deltas):
