@@ -35,6 +35,7 @@ from canon_pretrain.hf.config import (
     MAMBA2,
     MODEL_TYPE,
     TOKEN_IDS,
+    conv_parts,
     plain_fields,
     to_fields,
     to_hf,
@@ -140,7 +141,11 @@ def export(
         # The weights, under the names of the class that computes this model.
         torch_dtype = DTYPES[dtype]
         model_type = (plain_fields(args) or {}).get("model_type", MODEL_TYPE)
-        shapes = {to_hf(name, model_type, args): tensor.shape for name, tensor in like.items()}
+        shapes = {
+            hf_name: part.shape
+            for name, tensor in like.items()
+            for hf_name, part in _as_in_class(name, tensor, model_type, args)
+        }
         plans = writing.plan_files(shapes, torch_dtype, max_file_bytes)
         tensors = _tensors(checkpoint, args, like, torch_dtype, model_type)
         writing.write_files(temporary, plans, tensors, torch_dtype)
@@ -181,6 +186,17 @@ def _tensors(
             )
         if name in orders:
             tensor = tensor[orders[name].argsort()]  # argsort inverts an order
+        yield from _as_in_class(name, tensor, model_type, args)
+
+
+def _as_in_class(
+    name: str, tensor: Tensor, model_type: str, args: ModelArgs
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield a weight by its name in the class of `model_type`, or the parts that are stored."""
+    parts = conv_parts(name, model_type, args)
+    if parts:
+        yield from zip(parts, tensor.split(list(parts.values())), strict=True)
+    else:
         yield to_hf(name, model_type, args), tensor
 
 
@@ -378,6 +394,7 @@ _SERVERS = {
     "mistral": "vLLM and SGLang serve",
     "smollm3": "vLLM and SGLang serve",
     "mamba2": "vLLM serves",
+    "olmo_hybrid": "vLLM serves",
 }
 _WINDOWS = """\
 Not every server reads `sliding_window` of this class: compare logits with transformers' first.

@@ -243,7 +243,7 @@ def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
     expected_weights = meta_weights(args)
     weights: dict[str, Tensor] = {}
     unknown_names: list[str] = []
-    for stored in _tensors(source, model_type):
+    for stored in _with_joined_parts(_tensors(source, model_type, args), model_type, source):
         name = stored.our_name
         if args.tie_embeddings and name == "output.weight":  # stored twice by some writers
             name = "tok_embeddings.weight"
@@ -296,6 +296,11 @@ def _read_checked(stored: "_StoredTensor", shape: torch.Size, source: Path) -> T
             given=tuple(stored.shape),
             expected=tuple(shape),
         )
+    return _read_float32(stored, source)
+
+
+def _read_float32(stored: "_StoredTensor", source: Path) -> Tensor:
+    """Return the tensor in float32. Raises UserError unless it is floating."""
     tensor = stored.read()
     if tensor.dtype not in _FLOATS:
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -475,8 +480,45 @@ class _StoredTensor(NamedTuple):
     read: Callable[[], Tensor]
 
 
-def _tensors(source: Path, model_type: str = "") -> Iterator[_StoredTensor]:
-    """Yield the folder's tensors; each can be read until the next one. Raises UserError."""
+def _with_joined_parts(
+    tensors: Iterable[_StoredTensor], model_type: str, source: Path
+) -> Iterator[_StoredTensor]:
+    """Yield the tensors; those that a class stores in parts as one, after the last part.
+
+    Parts may have any number of rows: `save_pretrained` of transformers 5.23 cuts OLMo Hybrid's
+    convolutions into equal ones. Raises UserError if they don't fit together.
+    """
+    parts_by_name: dict[str, dict[int, Tensor]] = {}
+    for stored in tensors:
+        number = fields.conv_part_number(stored.name, model_type)
+        if number is None or stored.our_name is None:
+            yield stored
+            continue
+
+        parts = parts_by_name.setdefault(stored.our_name, {})
+        parts[number] = _read_float32(stored, source)
+        first = next(iter(parts.values()))
+        if stored.shape[1:] != first.shape[1:] or not stored.shape:
+            raise UserError(
+                "hf.tensor_shape",
+                f"{source}: {stored.name} has shape {tuple(stored.shape)}, and another part of the "
+                f"same convolution {tuple(first.shape)}",
+                name=stored.name,
+                given=tuple(stored.shape),
+                expected=tuple(first.shape),
+            )
+        if len(parts) == fields.NUM_CONV_PARTS:
+            whole = torch.cat([parts[number] for number in sorted(parts)])
+            yield stored._replace(shape=whole.shape, read=whole.detach)
+
+
+def _tensors(
+    source: Path, model_type: str = "", args: ModelArgs | None = None
+) -> Iterator[_StoredTensor]:
+    """Yield the folder's tensors; each can be read until the next one. Raises UserError.
+
+    `args`: the model, for the names of a class whose layers have other ones.
+    """
     params = _params(source)
     if params is not None:
         path = _file(source, params.with_name(lingua.WEIGHTS))
@@ -501,7 +543,7 @@ def _tensors(source: Path, model_type: str = "") -> Iterator[_StoredTensor]:
                 for name in sorted(indexed_names or stored_names):
                     shape = torch.Size(file.get_slice(name).get_shape())
                     try:
-                        our_name = fields.to_ours(name, model_type)
+                        our_name = fields.to_ours(name, model_type, args)
                     except ValueError:
                         our_name = None
                     yield _StoredTensor(name, our_name, shape, partial(file.get_tensor, name))
