@@ -119,7 +119,7 @@ nope FKOV heads documents gqa, rope FKOV heads sqrt qk_per_head k3, gla AKQ head
 gdn FKOV heads no_res act k2, partial_rope_b AKQ heads gqa,
 rope post qk_full gqa, rope post ABCD documents tied, nope post FKOV qk_full k3,
 nope post ABCDFO gpt2 documents, alibi post AC dynamic act, gla post AO k2 o_eps documents,
-gdn post conv reflect o_eps, gdn reflect AC documents, mamba2_mlp post ABCD,
+gdn post conv reflect o_eps, gdn reflect BD documents, mamba2_mlp post ABCD,
 gdn FKOV, gla AKQ documents dynamic, gdn FO conv k3, mamba2 AO conv documents, mamba2_mlp FO tied
 """.strip()
     .replace(",\n", ", ")

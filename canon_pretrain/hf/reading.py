@@ -498,14 +498,15 @@ def _with_joined_parts(
         parts = parts_by_name.setdefault(stored.our_name, {})
         parts[number] = _read_float32(stored, source)
         first = next(iter(parts.values()))
-        if stored.shape[1:] != first.shape[1:] or not stored.shape:
+        shape = tuple(stored.shape)
+        expected_shape = (*shape[:1], *first.shape[1:])
+        if shape != expected_shape or not shape:
             raise UserError(
                 "hf.tensor_shape",
-                f"{source}: {stored.name} has shape {tuple(stored.shape)}, and another part of the "
-                f"same convolution {tuple(first.shape)}",
+                f"{source}: {stored.name} has shape {shape}, expected {expected_shape}",
                 name=stored.name,
-                given=tuple(stored.shape),
-                expected=tuple(first.shape),
+                given=shape,
+                expected=expected_shape,
             )
         if len(parts) == fields.NUM_CONV_PARTS:
             whole = torch.cat([parts[number] for number in sorted(parts)])

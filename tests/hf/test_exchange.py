@@ -364,7 +364,7 @@ def test_convolutions_that_are_not_whole(tmp_path):
     check_refused(tmp_path / "hf", "hf.missing_tensors", names=missing)
 
     save_file(weights | {name: torch.ones(32, 1, 3)}, file)
-    check_refused(tmp_path / "hf", "hf.tensor_shape")
+    check_refused(tmp_path / "hf", "hf.tensor_shape", expected=(32, 1, 3))
 
     save_file(weights | {name: torch.ones(33, 1, 4)}, file)
     check_refused(tmp_path / "hf", "hf.tensor_shape", expected=(96, 1, 4))

@@ -109,6 +109,10 @@ GATED_DELTANET_KEYS: dict[str, Any] = {
     "num_heads": 2,
     "mixer_conv": True,
     "allow_neg_eigval": True,
+    "expand_k": 1.0,
+    "expand_v": 2.0,
+    "ffn_dim": 96,
+    "canon_set": "A",
 }
 MAMBA2_AND_EXPERT_KEYS: dict[str, Any] = {
     "mixer": "mamba2",
