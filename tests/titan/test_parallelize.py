@@ -480,6 +480,7 @@ ARGS = [
     variant("mamba2 conv mimetic"),
     variant("gdn ABCD gate_rank"),
     VARIANTS["last_attention"],
+    VARIANTS["olmo_hybrid"],
 ]
 TIED = replace(
     UNEVEN, init="lingua", tie_embeddings=True, document_mask=True, num_kv_heads=2, position="alibi"
