@@ -20,7 +20,7 @@ from canon_pretrain.hf.loading import load_model
 from canon_pretrain.hf.reading import import_folder
 from canon_pretrain.model.args import ModelArgs, Table
 from canon_pretrain.model.cache import Cache
-from canon_pretrain.model.counts import num_parameters
+from canon_pretrain.model.counts import flops_per_token, num_parameters
 from canon_pretrain.run.folder import RunFolder
 from tests.hf_exports import check_refused, export_model, our_logits, weights_of
 from tests.hf_exports import quick as quick
@@ -311,6 +311,24 @@ def _olmo_hybrid(folder: Path, **changes: Any) -> Any:
     return model
 
 
+def _olmo_hybrid_flops(model: Any, num_tokens: int) -> int:
+    """Count FLOPs of a token forward and backward, from the model's products and its config."""
+    products = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    others = [p for p in model.model.layers.parameters() if p.ndim != 2]
+    num_weights = sum(product.weight.numel() for product in products)
+    num_weights += sum(p.numel() for p in (*others, model.model.norm.weight))
+    total = 6 * num_weights
+
+    config = model.config
+    for layer_type in config.layer_types:
+        if layer_type == FULL:  # scores, and the sum of values: all heads are as wide as the model
+            total += 2 * 6 * config.hidden_size * num_tokens
+        else:  # the state of each head is read twice, and written
+            state = config.linear_key_head_dim * config.linear_value_head_dim
+            total += 3 * 6 * config.linear_num_key_heads * state
+    return total
+
+
 @pytest.mark.parametrize("name", OLMO_HYBRID)
 @torch.no_grad()
 def test_olmo_hybrid(name, tmp_path):
@@ -319,6 +337,7 @@ def test_olmo_hybrid(name, tmp_path):
     expected = theirs(TOKENS).logits
     found = import_folder(tmp_path / "hf", tmp_path / "imported")
     assert num_parameters(found.args) == sum(p.numel() for p in theirs.parameters())
+    assert flops_per_token(found.args, NUM_TOKENS) == _olmo_hybrid_flops(theirs, NUM_TOKENS)
     torch.testing.assert_close(our_logits(found, TOKENS), expected, **CLOSE)
     torch.testing.assert_close(load_model(tmp_path / "hf", CPU)(TOKENS), expected, **CLOSE)
 
