@@ -7,6 +7,7 @@ the gate of attention: 2505.06708, section 2.2.
 """
 
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,16 +54,33 @@ def _sequence_logits(model: Any, params: dict[str, Tensor], tokens_BT: Tensor) -
             for name, p in params.items()
             if name.startswith(f"layers.{i}.")
         }
-        x = _norm(cfg, layer, "attention_norm", h)
-        x = _canon_at(cfg, layer, "A", "canon_a", x)
-        h = h + _canon_at(cfg, layer, "O", "canon_o", MIXERS[cfg.mixer](cfg, layer, x))
-        if cfg.ffn == "none":
-            continue
-        x = _norm(cfg, layer, "ffn_norm", h)
-        x = _canon_at(cfg, layer, "C", "canon_c", x)
-        h = h + _canon_at(cfg, layer, "F", "canon_f", _feed_forward(cfg, layer, x))
+        h = h + _branch(cfg, layer, h, MIXERS[cfg.mixer], "attention_norm", "AO")
+        if cfg.ffn != "none":
+            h = h + _branch(cfg, layer, h, _feed_forward, "ffn_norm", "CF")
     head = params["tok_embeddings.weight" if model.tie_embeddings else "output.weight"]
     return _norm(model, params, "norm", h) @ head.T
+
+
+def _branch(
+    cfg: Any,
+    layer: dict[str, Tensor],
+    h: Tensor,
+    compute: Callable[[Any, dict[str, Tensor], Tensor], Tensor],
+    norm: str,
+    sites: str,
+) -> Tensor:
+    """What is added to h, whose Canon sites are before and after `compute`.
+
+    OLMo 2, arXiv 2501.00656: h := x + RMSNorm(Attention(x)), h_out := h + RMSNorm(MLP(h)).
+    """
+    before, after = sites
+    x = h
+    if cfg.norm_place == "input":
+        x = _norm(cfg, layer, norm, x)
+    x = _canon_at(cfg, layer, before, f"canon_{before.lower()}", x)
+    x = compute(cfg, layer, x)
+    x = _canon_at(cfg, layer, after, f"canon_{after.lower()}", x)
+    return _norm(cfg, layer, norm, x) if cfg.norm_place == "output" else x
 
 
 def _smeared(cfg: Any, params: dict[str, Tensor], embeddings: Tensor) -> Tensor:
@@ -281,7 +299,8 @@ def _gated_deltanet(cfg: Any, layer: dict[str, Tensor], x: Tensor) -> Tensor:
     q, k, v = (part.chunk(cfg.num_heads, -1) for part in qkv)
     steps = _softplus(_linear(layer, "attention.wa", x) + layer["attention.dt_bias"])
     a = torch.exp(-torch.exp(layer["attention.A_log"]) * steps)
-    b = torch.sigmoid(_linear(layer, "attention.wb", x))
+    largest_step = 2 if cfg.allow_neg_eigval else 1
+    b = largest_step * torch.sigmoid(_linear(layer, "attention.wb", x))
     outputs = []
     for h in range(cfg.num_heads):
         state, o = torch.zeros_like(_outer(k[h][:, 0], v[h][:, 0])), []
@@ -363,7 +382,8 @@ def _gated_heads(cfg: Any, layer: dict[str, Tensor], x: Tensor, outputs: list[Te
         gate = _linear(layer, "attention.wg.up", _linear(layer, "attention.wg.down", x))
     else:
         gate = _linear(layer, "attention.wg", x)
-    normed = [_rms(o, layer["attention.o_norm.weight"], cfg.norm_eps) for o in outputs]
+    eps = cfg.o_norm_eps if cfg.o_norm_eps > 0 else cfg.norm_eps
+    normed = [_rms(o, layer["attention.o_norm.weight"], eps) for o in outputs]
     return _linear(layer, "attention.wo", torch.cat(normed, dim=-1) * _silu(gate))
 
 

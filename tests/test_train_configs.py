@@ -252,6 +252,7 @@ VARIED_OPTIONS = (
     "mimetic_init",
     "mimetic_rate",
     "output_gate_rank",
+    "allow_neg_eigval",
     "smear",
     "tie_embeddings",
     "document_mask",
@@ -265,7 +266,7 @@ def test_every_choice_has_a_row_in_the_readme():
 
     assert {args.mixer for args in rows} == set(MIXERS)
     assert {site for args in rows for site in args.canon_set} >= set(CANON_SITES)
-    options = ("position", "ffn", "canon_filter", "canon_scale", "gla_feature_map")
+    options = ("position", "norm_place", "ffn", "canon_filter", "canon_scale", "gla_feature_map")
     for option in (*options, "attention_gate"):
         assert {getattr(args, option) for args in rows} == set(CHOICES[option]), option
     for option in VARIED_OPTIONS:

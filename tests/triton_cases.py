@@ -325,6 +325,7 @@ MODELS = (
     "partial_rope_b ABCD cst qk_per_head gqa",
     "partial_rope_b BD k3 no_res act standard qk_per_head gqa documents",
     "partial_rope_a ABCD k2 no_res act cst relu2",
+    "rope post ABCD documents tied",
 )
 
 

@@ -60,10 +60,13 @@ WORDS: dict[str, dict[str, Any]] = {
     "expand": {"expand_k": 1.0, "expand_v": 2.0},
     "gate_rank": {"output_gate_rank": 6},
     "mimetic": {"mimetic_init": True},
+    "reflect": {"allow_neg_eigval": True},
+    "o_eps": {"o_norm_eps": 0.1},
+    "post": {"norm_place": "output"},
     "moe": {"ffn": "moe", "num_experts": 4, "experts_per_token": 2},
     "gated_moe": {"ffn": "moe", "num_experts": 3, "moe_gated": True, "num_shared_experts": 2},
     "capacity": {"moe_capacity": 0.5},  # drops half of the choices, in training
-    **{canon_set: {"canon_set": canon_set} for canon_set in ("AB", "B", "ABC")},
+    **{canon_set: {"canon_set": canon_set} for canon_set in ("AB", "B", "ABC", "ABCDFO")},
     **{canon_set: {"canon_set": canon_set} for canon_set in ("FKOV", "AKQ", "FO", "BF", "AO")},
 }
 NAMES = (
@@ -117,6 +120,9 @@ nope FKOV heads documents gqa, rope FKOV heads sqrt qk_per_head k3, gla AKQ head
 gdn FKOV heads no_res act k2, partial_rope_b AKQ heads gqa,
 nope gated ABCD documents, rope gated gqa qk_per_head tied, alibi gated A bias,
 partial_rope_c half gated FKOV qk_per_head gqa documents,
+rope post qk_full gqa, rope post ABCD documents tied, nope post FKOV qk_full k3,
+nope post ABCDFO gpt2 documents, alibi post AC dynamic act, gla post AO k2 o_eps documents,
+gdn post conv reflect o_eps, gdn reflect BD documents, mamba2_mlp post ABCD,
 gdn FKOV, gla AKQ documents dynamic, gdn FO conv k3, mamba2 AO conv documents, mamba2_mlp FO tied
 """.strip()
     .replace(",\n", ", ")
@@ -152,6 +158,23 @@ PATTERNS: dict[str, ModelArgs] = {
         num_layers=5,
         pattern=("canon", "plain"),
         layers={"canon": {"canon_set": "ABCD", "window": 7}, "plain": {"rope_theta": 100.0}},
+    ),
+    "olmo_hybrid": replace(
+        BASE,
+        num_layers=4,
+        num_kv_heads=2,
+        pattern=("gdn", "gdn", "gdn", "attention"),
+        layers={
+            "gdn": _mixer(
+                "gated_deltanet",
+                expand_k=0.75,
+                expand_v=1.5,
+                mixer_conv=True,
+                o_norm_eps=0.1,
+                allow_neg_eigval=True,
+            ),
+            "attention": {"qk_norm": "full", "norm_place": "output"},
+        },
     ),
     "four_mixers": replace(
         BASE,

@@ -23,6 +23,7 @@ STANDARD_CLASSES = {
     "mistral": "MistralForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
 }
 """Class by model_type of transformers' own models of attention, without Canon."""
 MAMBA2 = "mamba2"
@@ -31,7 +32,8 @@ LFM2_CONV = "lfm2_conv.py:GatedConv"
 """The mixer of LFM2's layers that are no attention, a file of this folder."""
 _LFM2_FILE = Path(__file__).with_name(LFM2_CONV.rpartition(":")[0])
 QWEN3_NEXT = "qwen3_next"
-STANDARD_TYPES = (*STANDARD_CLASSES, MAMBA2, LFM2, QWEN3_NEXT)
+OLMO_HYBRID = "olmo_hybrid"
+STANDARD_TYPES = (*STANDARD_CLASSES, MAMBA2, LFM2, QWEN3_NEXT, OLMO_HYBRID)
 """model_type of transformers' own classes."""
 MODEL_TYPES = (MODEL_TYPE, *STANDARD_TYPES)
 GELU = "gelu_pytorch_tanh"
@@ -105,6 +107,7 @@ _DEFAULTS_OF: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32768,
         "sliding_window": 4096,
     },
+    "olmo2": {"vocab_size": 50304, "rms_norm_eps": 1e-5},
 }
 """Defaults of transformers' own classes where they differ from Llama's."""
 _CANON_ONLY = {"pretraining_tp", "rope_scaling", *_CANON_DEFAULTS}
@@ -242,8 +245,58 @@ _QWEN3_NEXT_EXPERTS |= {"num_experts_per_tok", "norm_topk_prob", "output_router_
 _QWEN3_NEXT_EXPERTS |= {"router_aux_loss_coef"}
 """Fields of experts, which change nothing in a model without them."""
 LINEAR = "linear_attention"
+GATED_DELTANET = "gated_deltanet"
+"""The mixer of such layers, in Qwen3-Next and OLMo Hybrid."""
+_SAME_IN_OLMO_HYBRID = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "dim",
+    "intermediate_size": "ffn_dim",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "max_position_embeddings": "max_seq_len",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tie_embeddings",
+}
+_OLMO_HYBRID_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 100352,
+    "hidden_size": 3840,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 30,
+    "max_position_embeddings": 65536,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "linear_conv_kernel_dim": 4,
+    "linear_allow_neg_eigval": True,
+}
+_OLMO_HYBRID_SIZES = (
+    "num_key_value_heads",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "head_dim",
+)
+"""Sizes that follow from others if they are null or absent."""
+_OLMO_HYBRID_FIXED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),  # also of the convolutions
+    "attention_bias": (False,),
+    "attention_dropout": (0.0, None),
+    "rope_scaling": (None,),
+}
+"""The supported values of fields that have one meaning in our models; the first is the default."""
+_OLMO_HYBRID_CHANGES_NOTHING = {
+    "linear_a_log_min",
+    "linear_a_log_max",
+    "linear_dt_min",
+    "linear_dt_max",
+    "linear_dt_init_floor",
+}
+"""Fields of initial values."""
+_OLMO_HYBRID_O_NORM_EPS = 1e-5
+"""Epsilon of `OlmoHybridGatedDeltaNet.o_norm`, for any rms_norm_eps."""
 REFUSED_TYPES = {
-    "olmo_hybrid": ("layer_types", "its attention layers normalize their output, ours the input"),
     "inkling_text": ("d_rel", "its attention adds a learned bias by distance, ours has none"),
     "inkling_mm_model": ("text_config", "its attention adds a learned bias by distance"),
 }
@@ -519,8 +572,43 @@ _QWEN3_NEXT_DELTA_NAMING = _QWEN3_NEXT_NAMING._replace(
         "attention.dt_bias": "linear_attn.dt_bias",
     },
 )
-"""Of layers of GatedDeltaNet."""
-_NAMINGS = {MAMBA2: _MAMBA2_NAMING, LFM2: _LFM2_NAMING, QWEN3_NEXT: _QWEN3_NEXT_NAMING}
+_OLMO2_NAMING = LLAMA_NAMING._replace(
+    block={
+        **LLAMA_NAMING.block,
+        "attention_norm": "post_attention_layernorm",
+        "ffn_norm": "post_feedforward_layernorm",
+    }
+)
+"""Of OLMo 2, and of the attention layers of OLMo Hybrid."""
+
+
+def _in_linear_attn(names: Names) -> Names:
+    return {ours: hf.replace("self_attn.", "linear_attn.") for ours, hf in names.items()}
+
+
+_OLMO_LINEAR_NAMING = LLAMA_NAMING._replace(
+    block=_in_linear_attn(LLAMA_NAMING.block), bare=_in_linear_attn(LLAMA_NAMING.bare)
+)
+"""Of the other layers of OLMo Hybrid."""
+_OLMO_HYBRID_OLD_NAMES = {
+    "attention_layer_norm": "input_layernorm",
+    "feedforward_layer_norm": "post_attention_layernorm",
+}
+"""Of modules, as transformers reads them (`conversion_mapping.py`): by `save_pretrained` of 5.23
+also in attention layers."""
+_OLMO_HYBRID_CONV = "linear_attn.conv1d"
+_OLMO_HYBRID_CONV_PARTS = tuple(f"linear_attn.{part}_conv1d" for part in "qkv")
+"""The modules in whose weights files have the rows of that convolution, in this order."""
+NUM_CONV_PARTS = len(_OLMO_HYBRID_CONV_PARTS)
+_NAMINGS = {
+    MAMBA2: _MAMBA2_NAMING,
+    LFM2: _LFM2_NAMING,
+    QWEN3_NEXT: _QWEN3_NEXT_NAMING,
+    "olmo2": _OLMO2_NAMING,
+    OLMO_HYBRID: _OLMO2_NAMING,
+}
+_DELTA_NAMINGS = {QWEN3_NEXT: _QWEN3_NEXT_DELTA_NAMING, OLMO_HYBRID: _OLMO_LINEAR_NAMING}
+"""Of layers of GatedDeltaNet, in classes that have both kinds."""
 OWN_MIXER = "mixer"
 """Name of the module of a layer that is a mixer without names above."""
 
@@ -535,36 +623,71 @@ def keeps_names(layer: ModelArgs) -> bool:
 def to_hf(name: str, model_type: str = MODEL_TYPE, args: ModelArgs | None = None) -> str:
     """Return a parameter's name in the class of `model_type`. Raises ValueError if unknown.
 
-    `args`: the model, needed for the layers with a mixer that keeps its names, and for Qwen3-Next.
+    `args`: the model, needed for layers with a mixer that keeps its names, and for classes of
+    attention and GatedDeltaNet.
     """
-    naming = _NAMINGS.get(model_type, LLAMA_NAMING)
     own = re.fullmatch(r"layers\.(\d+)\.attention\.(.+)", name)
-    if own and args is not None:
-        layer = args.layer_args[int(own[1])]
-        if model_type == QWEN3_NEXT and layer.recurrent is not None:
-            naming = _QWEN3_NEXT_DELTA_NAMING
-        elif model_type not in STANDARD_TYPES and keeps_names(layer):
+    if own and args is not None and model_type not in STANDARD_TYPES:
+        if keeps_names(args.layer_args[int(own[1])]):
             return f"{LLAMA_NAMING.layers}.{own[1]}.{OWN_MIXER}.{own[2]}"
-    return _translate(name, "layers", naming)
+    return _translate(name, "layers", _naming(name, model_type, args))
 
 
-def to_ours(name: str, model_type: str = "") -> str:
+def to_ours(name: str, model_type: str = "", args: ModelArgs | None = None) -> str:
     """Return our name of the parameter of a class. Raises ValueError if unknown.
 
-    `model_type` may be left out unless it is LFM2's or Qwen3-Next's.
+    `model_type` is needed for the classes of _NAMINGS but Mamba2, and `args`, the model, for those
+    of attention and GatedDeltaNet. A part of a convolution has the name of the whole
+    (`conv_parts`).
     """
     own = re.fullmatch(rf"{re.escape(LLAMA_NAMING.layers)}\.(\d+)\.{OWN_MIXER}\.(.+)", name)
     if own:
         return f"layers.{own[1]}.attention.{own[2]}"
-    naming = _MAMBA2_NAMING if name.startswith("backbone.") else LLAMA_NAMING
-    if model_type == LFM2:
-        naming = _LFM2_NAMING
-    if model_type == QWEN3_NEXT:
-        is_delta = ".linear_attn." in name
-        naming = _QWEN3_NEXT_DELTA_NAMING if is_delta else _QWEN3_NEXT_NAMING
+    if name.startswith("backbone."):
+        model_type = MAMBA2
+    if model_type == OLMO_HYBRID:
+        for old_name, new_name in _OLMO_HYBRID_OLD_NAMES.items():
+            name = name.replace(f".{old_name}.", f".{new_name}.")
+        for part_name in _OLMO_HYBRID_CONV_PARTS:
+            name = name.replace(f".{part_name}.", f".{_OLMO_HYBRID_CONV}.")
+    naming = _naming(name, model_type, args)
     tables = (naming.ends, naming.block, naming.bare)
     inverse_tables = ({hf: ours for ours, hf in table.items()} for table in tables)
     return _translate(name, naming.layers, Naming("layers", *inverse_tables))
+
+
+def _naming(name: str, model_type: str, args: ModelArgs | None) -> Naming:
+    """Return the names of the class of `model_type`, those of the layer of the parameter `name`."""
+    # The two kinds of layers of a class use some names with another meaning.
+    in_layer = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
+    if model_type in _DELTA_NAMINGS and in_layer and args is not None:
+        number = int(in_layer[1])
+        if number < args.num_layers and args.layer_args[number].mixer == GATED_DELTANET:
+            return _DELTA_NAMINGS[model_type]
+    return _NAMINGS.get(model_type, LLAMA_NAMING)
+
+
+def conv_parts(name: str, model_type: str, args: ModelArgs) -> dict[str, int]:
+    """Return the tensors that files of a class have for a parameter of ours, and their rows.
+
+    In the order of the rows; empty for a parameter that they have as one tensor.
+    """
+    in_layer = re.fullmatch(r"layers\.(\d+)\.attention\.conv1d\.weight", name)
+    if model_type != OLMO_HYBRID or not in_layer:
+        return {}
+    whole = to_hf(name, model_type, args)
+    part_names = [whole.replace(_OLMO_HYBRID_CONV, part) for part in _OLMO_HYBRID_CONV_PARTS]
+    widths = args.layer_args[int(in_layer[1])].mixer_parts
+    return dict(zip(part_names, widths, strict=True))
+
+
+def conv_part_number(name: str, model_type: str) -> int | None:
+    """Return which part of a convolution's rows a tensor of a file has; None if it is whole."""
+    if model_type == OLMO_HYBRID:
+        for number, part_name in enumerate(_OLMO_HYBRID_CONV_PARTS):
+            if name.endswith(f".{part_name}.weight"):
+                return number
+    return None
 
 
 def _translate(name: str, layers: str, target: Naming) -> str:
@@ -639,16 +762,20 @@ def plain_fields(args: ModelArgs) -> dict[str, Any] | None:
     if has_canon or args.document_mask or args.smear or args.norm != "rmsnorm":
         return None
     (first, *others) = kinds
+    has_input_norms = all(kind.norm_place == "input" for kind in kinds)
     if not others and first.mixer == MAMBA2 and first.mixer_conv and first.ffn == "none":
-        return _mamba2_fields(first)
+        return _mamba2_fields(first) if has_input_norms else None
 
     # Of all classes, only Qwen3-Next's has a gate after attention, next to GatedDeltaNet.
     if any(kind.attention_gate != "none" for kind in kinds):
-        return _qwen3_next_fields(args)
+        return _qwen3_next_fields(args) if has_input_norms else None
 
     # LFM2's layers are attention and its own mixer: the file itself, not one of that name.
     if [Path(mixer.rpartition(":")[0]).name for mixer in own_mixers(args)] == [_LFM2_FILE.name]:
-        return _lfm2_fields(args) if _is_lfm2_conv(args) else None
+        return _lfm2_fields(args) if _is_lfm2_conv(args) and has_input_norms else None
+
+    if {kind.mixer for kind in kinds} == {"attention", GATED_DELTANET}:
+        return _olmo_hybrid_fields(args)
 
     # Those with attention: layers that differ in rotation and window only, and have one window.
     positions = {kind.position for kind in kinds}
@@ -668,8 +795,8 @@ def plain_fields(args: ModelArgs) -> dict[str, Any] | None:
     if model_type is None:
         return None
 
-    # Qwen3's norm of Q and K is a part of its class: no field tells it.
-    canon_fields = to_fields(replace(plain, qk_norm="none"))
+    # Norms of Q and K, and the place of the others, are a part of the class: no field tells them.
+    canon_fields = to_fields(replace(plain, qk_norm="none", norm_place="input"))
     config = {name: value for name, value in canon_fields.items() if name not in _CANON_ONLY}
     layers = args.layer_args
     if model_type == "mistral":
@@ -700,6 +827,10 @@ def _is_lfm2_conv(args: ModelArgs) -> bool:
 def _standard_class(plain: ModelArgs, kinds: Sequence[ModelArgs]) -> str | None:
     """Return the model_type of attention with RoPE, NoPE and windows in `kinds` of layers."""
     all_rotate = all(kind.position == "rope" for kind in kinds)
+    if plain.norm_place == "output":
+        has_windows = any(kind.window for kind in kinds)
+        is_olmo2 = plain.qk_norm == "full" and all_rotate and not has_windows
+        return "olmo2" if is_olmo2 else None
     if plain.qk_norm == "per_head" and all_rotate:
         return "qwen3"
     if plain.qk_norm != "none":
@@ -739,6 +870,9 @@ def unknown(config: Mapping[str, Any]) -> list[str]:
     if config.get("model_type") == QWEN3_NEXT:
         known = {*_QWEN3_NEXT_DEFAULTS, *_QWEN3_NEXT_OTHERS, *_QWEN3_NEXT_EXPERTS}
         return sorted(names - known)
+    if config.get("model_type") == OLMO_HYBRID:
+        known = {*_OLMO_HYBRID_DEFAULTS, *_OLMO_HYBRID_SIZES, *_OLMO_HYBRID_FIXED, "rope_theta"}
+        return sorted(names - known - _OLMO_HYBRID_CHANGES_NOTHING)
     return sorted(names - DEFAULTS.keys())
 
 
@@ -758,6 +892,8 @@ def to_args(config: Mapping[str, Any]) -> ModelArgs:
         args = _mamba2_args(config, extension)
     elif config.get("model_type") == LFM2:
         args = _lfm2_args(config, extension)
+    elif config.get("model_type") == OLMO_HYBRID:
+        args = _olmo_hybrid_args(config, extension)
     elif config.get("model_type") == QWEN3_NEXT:
         args = _qwen3_next_args(config, extension)
     else:
@@ -812,6 +948,8 @@ def _llama_args(config: Mapping[str, Any], extension: Mapping[str, Any]) -> dict
         args["ffn_activation"] = "gelu"
     if llama.model_type == "qwen3":
         args["qk_norm"] = "per_head"
+    elif llama.model_type == "olmo2":
+        args |= {"qk_norm": "full", "norm_place": "output"}
     elif llama.qk_norm:
         args["qk_norm"] = "full"
 
@@ -1118,7 +1256,7 @@ def _qwen3_next_fields(args: ModelArgs) -> dict[str, Any] | None:
     """Return a config.json for Qwen3NextForCausalLM, None if it does not compute `args`."""
     kinds = list(dict.fromkeys(args.kinds.values()))
     attention = [kind for kind in kinds if kind.mixer == "attention"]
-    deltas = [kind for kind in kinds if kind.mixer == "gated_deltanet"]
+    deltas = [kind for kind in kinds if kind.mixer == GATED_DELTANET]
     if len(attention) != 1 or len(deltas) > 1 or len(kinds) != 1 + len(deltas):
         return None
 
@@ -1145,6 +1283,9 @@ def _qwen3_next_fields(args: ModelArgs) -> dict[str, Any] | None:
             expand_v=delta.expand_v,
             mixer_conv=True,
             canon_kernel=delta.canon_kernel,
+            output_gate_rank=0,
+            o_norm_eps=0.0,
+            allow_neg_eigval=False,
         )
         if unlike != delta:  # in more than the mixer
             return None
@@ -1184,6 +1325,179 @@ def _qwen3_next_fields(args: ModelArgs) -> dict[str, Any] | None:
         **dict.fromkeys(TOKEN_IDS),  # not the ids of the class's own vocabulary
     }
     extension = _extension(layer, _CHANGES_TRAINING)
+    if extension:
+        config[EXTENSION] = extension
+    return config
+
+
+def _olmo_hybrid_args(config: Mapping[str, Any], extension: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ModelArgs that are in an OlmoHybridConfig's config.json itself."""
+    checked(EXTENSION, extension, dict)
+    values = _OLMO_HYBRID_DEFAULTS | dict(config)
+    for name, supported in _OLMO_HYBRID_FIXED.items():
+        if values.get(name, supported[0]) not in supported:
+            raise_unsupported(name, values[name], f"expected {supported[0]!r}")
+    for name, default in _OLMO_HYBRID_DEFAULTS.items():
+        values[name] = checked(name, values[name], type(default))
+
+    # The sizes that follow from others.
+    dim = values["hidden_size"]
+    num_heads = values["num_attention_heads"]
+    sizes = {name: config[name] for name in _OLMO_HYBRID_SIZES if config.get(name) is not None}
+    for name, size in sizes.items():
+        checked(name, size, int)
+    num_linear_heads = sizes.get("linear_num_key_heads", num_heads)
+    num_value_heads = sizes.get("linear_num_value_heads", num_heads)
+    key_dim = sizes.get("linear_key_head_dim", int(0.75 * dim / num_linear_heads))
+    value_dim = sizes.get("linear_value_head_dim", 2 * key_dim)
+    values["num_key_value_heads"] = sizes.get("num_key_value_heads", num_heads)
+
+    # Ours has one number of heads in a layer, and heads of attention that make up the width.
+    if num_value_heads != num_linear_heads:
+        raise_unsupported(
+            "linear_num_value_heads",
+            num_value_heads,
+            f"expected linear_num_key_heads = {num_linear_heads}",
+        )
+    head_dim = dim // num_heads
+    if sizes.get("head_dim", head_dim) != head_dim:
+        raise_unsupported(
+            "head_dim", sizes["head_dim"], f"expected hidden_size / heads = {head_dim}"
+        )
+
+    # What layers of each type change.
+    sections: dict[str, dict[str, Any]] = {
+        "attention": {"qk_norm": "full", "norm_place": "output"},
+        GATED_DELTANET: {
+            "mixer": GATED_DELTANET,
+            "num_heads": num_linear_heads,
+            "expand_k": _expansion("linear_key_head_dim", key_dim, num_linear_heads, dim),
+            "expand_v": _expansion("linear_value_head_dim", value_dim, num_linear_heads, dim),
+            "mixer_conv": True,
+            "canon_kernel": values["linear_conv_kernel_dim"],
+            "o_norm_eps": _OLMO_HYBRID_O_NORM_EPS,
+            "allow_neg_eigval": values["linear_allow_neg_eigval"],
+        },
+    }
+    layer_types = _olmo_hybrid_layer_types(values["num_hidden_layers"], config.get("layer_types"))
+    names = ["attention" if layer_type == FULL else GATED_DELTANET for layer_type in layer_types]
+    return {
+        **{ours: values[theirs] for theirs, ours in _SAME_IN_OLMO_HYBRID.items()},
+        **_olmo_hybrid_position(config),
+        "pattern": _repeated(names),
+        "layers": {name: sections[name] for name in dict.fromkeys(names)},
+    }
+
+
+def _expansion(name: str, head_dim: int, num_heads: int, dim: int) -> float:
+    """Return expand_k or expand_v, from which ModelArgs computes the heads' width again."""
+    width = num_heads * head_dim
+    expansion = width / dim
+    if expansion * dim != width:  # rounded
+        raise_unsupported(name, head_dim, f"{num_heads} heads of it over {dim} is no exact float")
+    return expansion
+
+
+def _olmo_hybrid_layer_types(num_layers: int, layer_types: Any) -> list[str]:
+    """Return the types of layers, by default as the class sets them. Raises UserError."""
+    if num_layers > _MAX_LAYERS_BY_NAME:
+        raise_unsupported(
+            "num_hidden_layers", num_layers, f"expected at most {_MAX_LAYERS_BY_NAME}"
+        )
+    if layer_types is None:  # every fourth is attention, and the last one if there is none
+        layer_types = [FULL if number % 4 == 3 else LINEAR for number in range(num_layers)]
+        if FULL not in layer_types:
+            layer_types[-1] = FULL
+
+    checked("layer_types", layer_types, list)
+    has_others = any(layer_type not in (FULL, LINEAR) for layer_type in layer_types)
+    has_both = FULL in layer_types and LINEAR in layer_types
+    if has_others or not has_both or len(layer_types) != num_layers:
+        raise_unsupported(
+            "layer_types", layer_types, f"expected {num_layers} of {FULL} and {LINEAR}"
+        )
+    return layer_types
+
+
+def _olmo_hybrid_position(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return whether the attention layers of OLMo Hybrid rotate, and their rotation.
+
+    A base of null is no rotation. Without one, transformers 5.23 rotates with 10000, and earlier
+    versions not at all (the released models' files had rope_parameters = null): it is refused.
+    """
+    rope = checked("rope_parameters", config.get("rope_parameters") or {}, dict)
+    if "rope_theta" not in rope and "rope_theta" not in config:
+        raise_unsupported(
+            "rope_parameters",
+            config.get("rope_parameters"),
+            'expected a rope_theta in it, which is null if nothing rotates: {"rope_theta": null}',
+        )
+    theta = rope["rope_theta"] if "rope_theta" in rope else config["rope_theta"]
+    if theta is None:
+        return {"position": "nope"}
+
+    others = {name for name, value in rope.items() if value is not None}
+    if rope.get("rope_type", "default") != "default" or others - {"rope_type", "rope_theta"}:
+        raise_unsupported("rope_parameters", rope, 'expected rope_type = "default" and rope_theta')
+    return {"position": "rope", "rope_theta": checked("rope_theta", theta, float)}
+
+
+_OF_MIXER = (
+    *("mixer", "position", "rope_theta", "qk_norm", "norm_place", "num_heads", "num_kv_heads"),
+    *("mixer_conv", "canon_kernel", "expand_k", "expand_v", "o_norm_eps", "allow_neg_eigval"),
+)
+"""Fields in which the two kinds of layers of OLMo Hybrid may differ."""
+
+
+def _olmo_hybrid_fields(args: ModelArgs) -> dict[str, Any] | None:
+    """Return a config.json for OlmoHybridForCausalLM, None if it does not compute `args`.
+
+    The model's mixers are attention and GATED_DELTANET.
+    """
+    kinds = {*args.kinds.values()}
+    if len(kinds) != 2:
+        return None
+    (attention,) = (kind for kind in kinds if kind.mixer == "attention")
+    (delta,) = kinds - {attention}
+
+    # The two kinds of layers as the class has them, with a feed-forward that is the same.
+    has_norms = attention.qk_norm == "full" and attention.norm_place == "output"
+    is_plain = attention.position in ("rope", "nope") and not attention.window
+    is_gated_silu = attention.ffn == "gated" and attention.ffn_activation == "silu"
+    o_norm_eps = delta.o_norm_eps or delta.norm_eps
+    is_delta = (
+        delta.norm_place == "input"
+        and delta.mixer_conv
+        and not delta.output_gate_rank
+        and o_norm_eps == _OLMO_HYBRID_O_NORM_EPS
+    )
+    if not (has_norms and is_plain and is_gated_silu and is_delta) or attention.bias:
+        return None
+    unlike = replace(delta, **{name: getattr(attention, name) for name in _OF_MIXER})
+    if unlike != attention:
+        return None
+
+    config: dict[str, Any] = {
+        "architectures": ["OlmoHybridForCausalLM"],
+        "model_type": OLMO_HYBRID,
+        **{theirs: getattr(attention, ours) for theirs, ours in _SAME_IN_OLMO_HYBRID.items()},
+        "num_key_value_heads": attention.kv_heads,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": attention.rope_theta if attention.position == "rope" else None,
+        },
+        "layer_types": [FULL if kind.mixer == "attention" else LINEAR for kind in args.layer_args],
+        "linear_num_key_heads": delta.num_heads,
+        "linear_num_value_heads": delta.num_heads,
+        "linear_key_head_dim": delta.key_dim,
+        "linear_value_head_dim": delta.value_dim,
+        "linear_conv_kernel_dim": delta.canon_kernel,
+        "linear_allow_neg_eigval": delta.allow_neg_eigval,
+        **dict.fromkeys(TOKEN_IDS),  # not the ids of the class's own vocabulary
+    }
+    extension = _extension(attention, _CHANGES_TRAINING)
     if extension:
         config[EXTENSION] = extension
     return config

@@ -36,6 +36,7 @@ from canon_pretrain.hf.config import (
     MODEL_TYPE,
     QWEN3_NEXT,
     TOKEN_IDS,
+    conv_parts,
     plain_fields,
     to_fields,
     to_hf,
@@ -206,7 +207,11 @@ def _in_class(
         yield from to_class(tensors, args)
         return
     for name, tensor in tensors:
-        yield to_hf(name, model_type, args), tensor
+        parts = conv_parts(name, model_type, args)
+        if parts:
+            yield from zip(parts, tensor.split(list(parts.values())), strict=True)
+        else:
+            yield to_hf(name, model_type, args), tensor
 
 
 def files_of_export(out: Path) -> list[str]:
@@ -403,6 +408,7 @@ _SERVERS = {
     "mistral": "vLLM and SGLang serve",
     "smollm3": "vLLM and SGLang serve",
     "mamba2": "vLLM serves",
+    "olmo_hybrid": "vLLM serves",
 }
 # read in vLLM's code (2026, commit 002d607): set_moe_parameters of its class raises without experts
 _NO_EXPERTS = "vLLM refuses this class without experts; transformers runs it."

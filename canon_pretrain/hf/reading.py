@@ -249,7 +249,7 @@ def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
     packed_by_name: dict[str, Packed] = {}
     if model_type == QWEN3_NEXT:
         packed_by_name = {packed.name: packed for packed in packed_tensors(args)}
-    for stored in _tensors(source, model_type):
+    for stored in _with_joined_parts(_tensors(source, model_type, args), model_type, source):
         if packed := packed_by_name.get(stored.name):
             shape = torch.Size((packed.num_rows, args.dim))
             weights |= packed.split(_read_checked(stored, shape, source))
@@ -316,6 +316,11 @@ def _read_checked(stored: "_StoredTensor", shape: torch.Size, source: Path) -> T
             given=tuple(stored.shape),
             expected=tuple(shape),
         )
+    return _read_float32(stored, source)
+
+
+def _read_float32(stored: "_StoredTensor", source: Path) -> Tensor:
+    """Return the tensor in float32. Raises UserError unless it is floating."""
     tensor = stored.read()
     if tensor.dtype not in _FLOATS:
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -495,8 +500,46 @@ class _StoredTensor(NamedTuple):
     read: Callable[[], Tensor]
 
 
-def _tensors(source: Path, model_type: str = "") -> Iterator[_StoredTensor]:
-    """Yield the folder's tensors; each can be read until the next one. Raises UserError."""
+def _with_joined_parts(
+    tensors: Iterable[_StoredTensor], model_type: str, source: Path
+) -> Iterator[_StoredTensor]:
+    """Yield the tensors; those that a class stores in parts as one, after the last part.
+
+    Parts may have any number of rows: `save_pretrained` of transformers 5.23 cuts OLMo Hybrid's
+    convolutions into equal ones. Raises UserError if they don't fit together.
+    """
+    parts_by_name: dict[str, dict[int, Tensor]] = {}
+    for stored in tensors:
+        number = fields.conv_part_number(stored.name, model_type)
+        if number is None or stored.our_name is None:
+            yield stored
+            continue
+
+        parts = parts_by_name.setdefault(stored.our_name, {})
+        parts[number] = _read_float32(stored, source)
+        first = next(iter(parts.values()))
+        shape = tuple(stored.shape)
+        expected_shape = (*shape[:1], *first.shape[1:])
+        if shape != expected_shape or not shape:
+            raise UserError(
+                "hf.tensor_shape",
+                f"{source}: {stored.name} has shape {shape}, expected {expected_shape}",
+                name=stored.name,
+                given=shape,
+                expected=expected_shape,
+            )
+        if len(parts) == fields.NUM_CONV_PARTS:
+            whole = torch.cat([parts[number] for number in sorted(parts)])
+            yield stored._replace(shape=whole.shape, read=whole.detach)
+
+
+def _tensors(
+    source: Path, model_type: str = "", args: ModelArgs | None = None
+) -> Iterator[_StoredTensor]:
+    """Yield the folder's tensors; each can be read until the next one. Raises UserError.
+
+    `args`: the model, for the names of a class whose layers have other ones.
+    """
     params = _params(source)
     if params is not None:
         path = _file(source, params.with_name(lingua.WEIGHTS))
@@ -521,7 +564,7 @@ def _tensors(source: Path, model_type: str = "") -> Iterator[_StoredTensor]:
                 for name in sorted(indexed_names or stored_names):
                     shape = torch.Size(file.get_slice(name).get_shape())
                     try:
-                        our_name = fields.to_ours(name, model_type)
+                        our_name = fields.to_ours(name, model_type, args)
                     except ValueError:
                         our_name = None
                     yield _StoredTensor(name, our_name, shape, partial(file.get_tensor, name))

@@ -44,7 +44,7 @@ def chunked_delta(
 ) -> tuple[Tensor, Tensor]:
     """Return o_BTHV in the dtype of v, and the state after the last token in `sum_dtype`.
 
-    `g_BTH`: the log of the decay a, at most 0, and `beta_BTH`: the step size b, in [0, 1]. The
+    `g_BTH`: the log of the decay a, at most 0, and `beta_BTH`: the step size b, in [0, 2]. The
     caller normalizes k. `state`: the state before the first token, [B, H, K, V]; None: 0.
     `starts_BT`: the tokens that do not see the state before them, the first ones of documents.
     `scale`: K^-1/2 if None.

@@ -94,6 +94,11 @@ class ModelArgs:
     """Width of all values over dim. Unset: gla 1, gated_deltanet 1.5."""
     output_gate_rank: Size = 0
     """Rank of the output gate of gla and gated_deltanet; 0: full."""
+    o_norm_eps: Amount = 0.0
+    """Epsilon of the norm of each head's output of gla and gated_deltanet; 0: norm_eps."""
+    allow_neg_eigval: bool = False
+    """Steps of gated_deltanet from 0 to 2 instead of 1, so that a state can change its sign (Grazzi
+    et al., arXiv 2411.12537; OLMo Hybrid)."""
     gla_feature_map: Annotated[str, ("identity", "elu")] = "identity"
     """identity, or elu: elu + 1 of q and k (the paper's Figure 23)."""
     state_dim: Count = 64
@@ -132,6 +137,9 @@ class ModelArgs:
 
     norm: Annotated[str, ("rmsnorm", "layernorm")] = "rmsnorm"
     """rmsnorm, or layernorm (as GPT-2)."""
+    norm_place: Annotated[str, ("input", "output")] = "input"
+    """input: norms of what mixer and feed-forward read (pre-norm); output: of what they add to the
+    residual stream (OLMo 2's reordered norm)."""
     bias: bool = False
     """Biases in the blocks' linear layers and in LayerNorm (as GPT-2)."""
     max_seq_len: Count = 4096
@@ -219,6 +227,8 @@ class ModelArgs:
         object.__setattr__(self, "layers", Table(layers))
         if self.num_kv_heads == self.num_heads:
             object.__setattr__(self, "num_kv_heads", 0)
+        if self.o_norm_eps == self.norm_eps:
+            object.__setattr__(self, "o_norm_eps", 0.0)
         _check(self)
 
         # Once the numbers of heads and their dims are checked; layers of a pattern, which may have

@@ -328,7 +328,7 @@ def canon_or_same(
 def add_norm_canon(
     h_BTD: Tensor,
     added_BTD: Tensor | None,
-    norm: nn.RMSNorm | nn.LayerNorm,
+    norm: nn.RMSNorm | nn.LayerNorm | None,
     canon: nn.Module | None,
     context: Context,
     *,
@@ -336,6 +336,7 @@ def add_norm_canon(
 ) -> tuple[Tensor, Stream]:
     """Return h = h + added and x = Canon(norm(h)), [B, T, D], by one fused kernel if possible.
 
+    Without a `norm`, x = Canon(h), which no kernel fuses with the sum.
     The kernel returns a copy of x for each of the `readers`, the linear layers that x is passed to:
     so it also adds up their gradients. Pass x through `per_reader`; of one reader, x is a tensor.
     """
@@ -356,7 +357,8 @@ def add_norm_canon(
     # The same step by step.
     if added_BTD is not None:
         h_BTD = h_BTD + added_BTD
-    return h_BTD, canon_or_same(canon, norm(h_BTD), context)
+    x_BTD = h_BTD if norm is None else norm(h_BTD)
+    return h_BTD, canon_or_same(canon, x_BTD, context)
 
 
 def per_reader(x_BTD: Stream, readers: int) -> Parts:

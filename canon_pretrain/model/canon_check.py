@@ -1,7 +1,8 @@
 """Check a Canon backend on this machine: values and gradients against the formula in float64.
 
 A case is Canon at one site with its neighbors, built from the model's own modules: the norm before
-A and C, the rotation after B, the activation after D. `bench canon` times the same cases.
+A and C if there is one, the rotation after B, the activation after D. `bench canon` times the same
+cases.
 
 Shapes: B batch, T tokens, C channels, N = K - 1 + T.
 """
@@ -50,20 +51,21 @@ def training_cases(args: ModelArgs) -> list[Case]:
     """Return the cases of a training step of `args`."""
     is_gated = args.ffn == "gated"
     cases = []
-    if "A" in args.canon_set:
+    norms_input = args.norm_place == "input"
+    if "A" in args.canon_set and norms_input:
         if args.mixer == "attention":
             readers = num_readers(args)
         else:
             readers = mixer_class(args.mixer).readers
         cases.append(norm_case("norm + A", args, "A", readers=readers))
-    if "C" in args.canon_set:
+    if "C" in args.canon_set and norms_input:
         cases.append(norm_case("norm + C", args, "C", readers=2 if is_gated else 1))
     if "B" in args.canon_set and args.mixer == "attention":
         cases.append(heads_case(args))
     elif "B" in args.canon_channels:
         cases.append(canon_case("B", "B", args.mixer_parts, args))
-    # Alone: q, k or v, and the outputs of mixer and feed-forward.
-    for site in "QKVOF":
+    # Alone: q, k or v, the outputs of mixer and feed-forward, and their inputs without a norm.
+    for site in "QKVOF" if norms_input else "QKVOFAC":
         if site in args.canon_channels:
             cases.append(canon_case(site, site, (args.canon_channels[site],), args))
     if "D" in args.canon_set and is_gated:

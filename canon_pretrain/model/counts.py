@@ -55,12 +55,12 @@ def routed_parameters(args: ModelArgs) -> int:
 
 def layer_parameters(args: ModelArgs) -> int:
     """Return the parameters of one block."""
-    # The mixer, and the norm before it
+    # The mixer, and the norm of its input or output
     number = _mixer_parameters(args) + _norm_parameters(args)
 
     number += _canon_parameters(args)
 
-    # The feed-forward, and the norm before it
+    # The feed-forward, and its norm
     if args.ffn == "none":
         return number
     number += _norm_parameters(args)

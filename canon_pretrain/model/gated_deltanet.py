@@ -22,7 +22,8 @@ LARGEST_RATE = 16.0
 class GatedDeltaNet(GatedRecurrence):
     """The gated delta rule (Yang et al., arXiv 2412.06464), with silu of q, k and v.
 
-    A token's log decay is -exp(A_log) softplus(wa x + dt_bias), its step sigmoid(wb x).
+    A token's log decay is -exp(A_log) softplus(wa x + dt_bias), its step sigmoid(wb x), or twice
+    that with `allow_neg_eigval`: the eigenvalue 1 - step of I - step k^T k is then -1 to 1.
     """
 
     readers = 6
@@ -30,6 +31,7 @@ class GatedDeltaNet(GatedRecurrence):
 
     def __init__(self, args: ModelArgs, *backends: str) -> None:
         super().__init__(args, *backends)
+        self.allow_neg_eigval = args.allow_neg_eigval
         self.wa = nn.Linear(args.dim, args.num_heads, bias=False)
         self.wb = nn.Linear(args.dim, args.num_heads, bias=False)
         self.A_log = nn.Parameter(torch.empty(args.num_heads))
@@ -47,6 +49,8 @@ class GatedDeltaNet(GatedRecurrence):
         softplus_BTH = F.softplus(wide(self.wa(x_a)) + wide(self.dt_bias))
         g_BTH = -wide(self.A_log).exp() * softplus_BTH
         beta_BTH = wide(self.wb(x_b)).sigmoid()
+        if self.allow_neg_eigval:
+            beta_BTH = 2 * beta_BTH
         return _unit(q_BTHK), _unit(k_BTHK), v_BTHV, g_BTH, beta_BTH
 
 

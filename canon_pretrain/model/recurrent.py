@@ -47,7 +47,7 @@ class GatedRecurrence(Mixer):
         super().__init__()
         self.recurrence = recurrence(args.mixer, mixer_backend)
         self.num_heads = args.num_heads
-        self.norm_eps = args.norm_eps
+        self.norm_eps = args.o_norm_eps or args.norm_eps
 
         k_dim, _, v_dim = args.mixer_parts
         self.wq = nn.Linear(args.dim, k_dim, bias=False)
@@ -58,7 +58,7 @@ class GatedRecurrence(Mixer):
             self.wg = LowRank(args.dim, args.output_gate_rank, v_dim)
         else:
             self.wg = nn.Linear(args.dim, v_dim, bias=False)
-        self.o_norm = nn.RMSNorm(args.value_dim, eps=args.norm_eps)
+        self.o_norm = nn.RMSNorm(args.value_dim, eps=self.norm_eps)
         self.wo = nn.Linear(v_dim, args.dim, bias=False)
 
         # q, k and v are mixed by one of these, or some of them by Canon-Q, K and V, or none

@@ -119,6 +119,11 @@ class TransformerBlock(nn.Module):
 
     What is added may be mixed before, by Canon-O and Canon-F.
 
+    With norm_place = "output" it is h += norm(Mixer(Canon-A(h))), then h += norm(FeedForward(
+    Canon-C(h))), the reordered norm of OLMo 2 (arXiv 2501.00656; `Olmo2DecoderLayer` of
+    transformers). Canon-A and C then mix the residual stream itself, Canon-O and F the outputs
+    before their norm, which comes last: it bounds what is added, OLMo 2's reason for it.
+
     `args`: of this layer (`ModelArgs.layer_args`).
     """
 
@@ -131,6 +136,7 @@ class TransformerBlock(nn.Module):
         mixer_backend: str = "auto",
     ) -> None:
         super().__init__()
+        self.norms_output = args.norm_place == "output"
         self.attention_norm = make_norm(args)
         self.canon_a = make_canon("A", args, canon_backend)
         # of any mixer; its name is part of checkpoints
@@ -152,7 +158,7 @@ class TransformerBlock(nn.Module):
         """
         # h += Canon-O(Mixer(Canon-A(norm(h))))
         h_BTD, x_BTD = self._mixer_input(h_BTD, context)
-        y_BTD = canon_or_same(self.canon_o, self.attention(x_BTD, context), context)
+        y_BTD = self._mixer_output(self.attention(x_BTD, context), context)
         if self.feed_forward is None:
             return h_BTD + y_BTD
 
@@ -161,32 +167,43 @@ class TransformerBlock(nn.Module):
         y_BTD = self.feed_forward(x_BTD, context)
         if isinstance(y_BTD, Routed):
             y_BTD, load_E, balance_B = y_BTD
-            h_BTD = h_BTD + canon_or_same(self.canon_f, y_BTD, context)
+            h_BTD = h_BTD + self._ffn_output(y_BTD, context)
             return Routed(h_BTD, load_E, balance_B)
-        return h_BTD + canon_or_same(self.canon_f, y_BTD, context)
+        return h_BTD + self._ffn_output(y_BTD, context)
 
     def _mixer_input(self, h_BTD: Tensor, context: Context) -> tuple[Tensor, Stream]:
-        """Return h and Canon-A(norm(h))."""
+        """Return h and Canon-A(norm(h)), or Canon-A(h) if outputs are normalized."""
         return add_norm_canon(
             h_BTD,
             None,
-            self.attention_norm,
+            None if self.norms_output else self.attention_norm,
             self.canon_a,
             context,
             readers=self.attention.readers,
         )
 
+    def _mixer_output(self, y_BTD: Tensor, context: Context) -> Tensor:
+        """Return Canon-O(y), or norm(Canon-O(y)) if outputs are normalized."""
+        y_BTD = canon_or_same(self.canon_o, y_BTD, context)
+        return self.attention_norm(y_BTD) if self.norms_output else y_BTD
+
     def _ffn_input(self, h_BTD: Tensor, y_BTD: Tensor, context: Context) -> tuple[Tensor, Stream]:
-        """Return h = h + y and Canon-C(norm(h))."""
+        """Return h = h + y and Canon-C(norm(h)), or Canon-C(h) if outputs are normalized."""
         assert self.ffn_norm is not None and self.feed_forward is not None
         return add_norm_canon(
             h_BTD,
             y_BTD,
-            self.ffn_norm,
+            None if self.norms_output else self.ffn_norm,
             self.canon_c,
             context,
             readers=self.feed_forward.readers,
         )
+
+    def _ffn_output(self, y_BTD: Tensor, context: Context) -> Tensor:
+        """Return Canon-F(y), or norm(Canon-F(y)) if outputs are normalized."""
+        assert self.ffn_norm is not None
+        y_BTD = canon_or_same(self.canon_f, y_BTD, context)
+        return self.ffn_norm(y_BTD) if self.norms_output else y_BTD
 
 
 def make_feed_forward(args: ModelArgs, canon_backend: str = "auto") -> FeedForward | MoE:

@@ -186,7 +186,6 @@ def _architecture(args: ModelArgs) -> Iterator[Row]:
         else:
             for name, text in texts.items():
                 yield f"{label}, layers {name}", text
-    yield "norm", args.norm
 
     # Tokens in and out.
     vocabulary = [f"{args.vocab_size:,} tokens"]
@@ -242,6 +241,8 @@ def _layer(args: ModelArgs) -> Iterator[Row]:
         mixer.append(_GATES[args.attention_gate])
     if args.mixer_conv:
         mixer.append("with its convolution")
+    if args.allow_neg_eigval:
+        mixer.append("with negative eigenvalues")
     if args.mimetic_init:
         mixer.append("from mimetic initial values")
     yield "mixer", ", ".join(mixer)
@@ -255,6 +256,11 @@ def _layer(args: ModelArgs) -> Iterator[Row]:
     if args.ffn == "moe":
         feed_forward.append(f"{args.experts_per_token} of {args.num_experts} experts per token")
     yield "feed-forward", ", ".join(feed_forward)
+
+    norm = args.norm
+    if args.norm_place == "output":
+        norm = f"{norm} of the outputs of mixer and feed-forward, not of their inputs"
+    yield "norm", norm
 
 
 def _canon(args: ModelArgs) -> str:

@@ -136,14 +136,24 @@ def planned_backend(job: CanonJobConfig) -> str:
 def auto_backend(args: ModelArgs) -> str:
     """Return the backend of Canon that `auto` takes on a GPU, unless its check fails.
 
-    `compiled` if all layers with Canon have it at Q or K next to a QK-norm of all heads: Inductor
-    fuses norm, filter and rotation, in fewer bytes than with a kernel of ours between them
-    (kernels/CODEGEN.md, released_1b with FKOV). With A, C or D too, kernels of ours save more.
+    `compiled` if all layers with Canon have it where Inductor fuses more than kernels of ours do:
+
+    At A or C of norm_place = "output", where our kernel for norm and Canon does not apply: Inductor
+    fuses the filter with the sum before it (of the 1.3B model by `compiled_block_costs`: 219 KB
+    per token and layer with Canon-A, 227 with AC, 256 with ABCD; with ours 236, 260, 289).
+
+    At Q or K next to a QK-norm of all heads: Inductor fuses norm, filter and rotation, in fewer
+    bytes than with a kernel of ours between them (kernels/CODEGEN.md, released_1b with FKOV). With
+    A, C or D too, kernels of ours save more.
     """
     layers = [layer for layer in args.kinds.values() if layer.canon_set]
-    if all(_is_fused_with_qk_norm(layer) for layer in layers):
+    if all(_has_canon_without_norm(layer) or _is_fused_with_qk_norm(layer) for layer in layers):
         return "compiled"  # or there is no Canon
     return "triton"
+
+
+def _has_canon_without_norm(layer: ModelArgs) -> bool:
+    return layer.norm_place == "output" and bool({*layer.canon_set} & {*"AC"})
 
 
 def _is_fused_with_qk_norm(layer: ModelArgs) -> bool:

@@ -19,7 +19,7 @@ DECAYS = {
 }
 
 
-def problem(num_tokens, decay="usual", dtype=torch.float32):
+def problem(num_tokens, decay="usual", dtype=torch.float32, largest_step=1.0):
     """Return the inputs, a state, and starts of documents and after padding."""
     generator = torch.Generator().manual_seed(0)
 
@@ -31,7 +31,7 @@ def problem(num_tokens, decay="usual", dtype=torch.float32):
     k = F.normalize(randn(num_tokens, 2, 8), dim=-1)
     k = F.normalize(k + 2 * k[:, :1], dim=-1)  # similar keys, which overwrite each other
     v = randn(num_tokens, 2, 6)
-    beta = randn(num_tokens, 2).sigmoid()
+    beta = largest_step * randn(num_tokens, 2).sigmoid()
     state = randn(2, 8, 6)
     logs = torch.tensor(DECAYS[decay], dtype=torch.float64)
     g = logs[torch.randint(len(logs), (2, num_tokens, 2), generator=generator)]
@@ -104,6 +104,18 @@ def test_the_default_chunk_over_many_chunks(decay):
     chunked = derived(chunked_delta, inputs, state, starts)
 
     assert_same(chunked, derived(recurrence, inputs, state, starts))
+
+
+@pytest.mark.parametrize("decay", ["none", "usual"])
+@pytest.mark.parametrize("num_tokens", [1, 37, 2 * delta.CHUNK + 5])
+def test_steps_up_to_2_equal_the_recurrence(num_tokens, decay):
+    """With negative eigenvalues, 1 - step, a state is reflected; nothing grows."""
+    inputs, state, starts = problem(num_tokens, decay, largest_step=2.0)
+    assert num_tokens == 1 or inputs[-1].max() > 1.5
+
+    chunked = derived(chunked_delta, inputs, state, starts)
+
+    assert_same(chunked, derived(recurrence, inputs, state, starts), tolerance=2e-5)
 
 
 def test_float64_is_exact():

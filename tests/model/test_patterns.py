@@ -23,6 +23,7 @@ def random_layer(rng, ffns):
     """Return the fields of a random layer, with one of the feed-forwards `ffns`."""
     mixer = rng.choice(["attention", "attention", "gla", "mamba2", "gated_deltanet"])
     layer = {"mixer": mixer, "ffn": rng.choice(ffns)}
+    layer["norm_place"] = rng.choice(["input", "input", "output"])
     sites = "AB" if layer["ffn"] == "none" else "ABC" if layer["ffn"] == "moe" else "ABCD"
     layer["canon_set"] = "".join(site for site in sites if rng.random() < 0.5)
     if layer["canon_set"]:

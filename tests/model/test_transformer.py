@@ -189,6 +189,8 @@ SHIFT = {"canon_set": "A", "canon_filter": "shift", "canon_kernel": 2}
         ("1b3", {"canon_set": "ABCD", "canon_filter": "scalar"}, 1_345_423_360 + 24 * 4 * 4),
         ("1b3", {"smear": True}, 1_345_423_360 + 12 + 1),
         ("1b3", {**SHIFT, "canon_set": "AC"}, 1_345_423_360 + 24 * 2 * 2048),
+        # OLMo 2's: norms in other places, and two gains of D for all heads of q and of k
+        ("1b3", {"norm_place": "output", "qk_norm": "full"}, 1_345_423_360 + 24 * 2 * 2048),
     ],
 )
 def test_parameter_counts_equal_the_specification(name, changes, expected):
@@ -220,6 +222,9 @@ def test_equivalent_args_are_equal():
     h_alibi = ModelArgs(num_heads=12, dim=96, position="h_alibi")
     assert replace(h_alibi, h_alibi_heads=6) == h_alibi
     assert replace(h_alibi, h_alibi_heads=4) != h_alibi
+    gla = ModelArgs(mixer="gla", position="nope")
+    assert replace(gla, o_norm_eps=gla.norm_eps) == gla
+    assert replace(gla, o_norm_eps=1e-3) != gla
 
 
 # the last key is the one that is refused
@@ -240,6 +245,7 @@ OUT_OF_RANGE = [
     {"document_mask": True, "eos_id": -1},
     {"state_dim": 0},
     {"output_gate_rank": -1},
+    {"o_norm_eps": -1e-5},
     {"expand_k": 0.0},
     {"expand_v": float("inf")},
 ]
@@ -283,6 +289,8 @@ ONLY_SOME_MIXERS = [
     ("expand_k", [ATTENTION, MAMBA2], {"expand_k": 1.0}),
     ("expand_v", [ATTENTION, MAMBA2], {"expand_v": 2.0}),
     ("output_gate_rank", [ATTENTION, MAMBA2], {"output_gate_rank": 16}),
+    ("o_norm_eps", [ATTENTION, MAMBA2], {"o_norm_eps": 1e-3}),
+    ("allow_neg_eigval", [ATTENTION, GLA, MAMBA2], {"allow_neg_eigval": True}),
     ("gla_feature_map", [ATTENTION, MAMBA2, DELTANET], {"gla_feature_map": "elu"}),
     ("state_dim", [ATTENTION, GLA, DELTANET], {"state_dim": 32}),
     ("mimetic_init", [ATTENTION, GLA, DELTANET], {"mimetic_init": True}),
@@ -323,6 +331,7 @@ UNKNOWN_CHOICES = {
     "mixer": "gdn",
     "gla_feature_map": "relu",
     "ffn_activation": "relu",
+    "norm_place": "post",
 }
 
 

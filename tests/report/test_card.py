@@ -215,6 +215,7 @@ OPTIONS = [
     ("mixer", {"window": 1024}),
     ("mixer", {"qk_norm": "per_head"}),
     ("mixer", {"attention_gate": "per_channel"}),
+    ("norm", {"norm_place": "output"}),
     *(("positions", {"position": "h_alibi", "h_alibi_heads": heads}) for heads in (0, 1, 3)),
 ]
 """The row of a card that an option changes, and the option."""
@@ -264,6 +265,15 @@ def test_a_card_has_a_row_for_each_kind_of_layer(tmp_path, plain_rows):
     order = rows["order of the layers"]
     assert order.endswith("4 fast, 1 near")
     assert tags == ["canon_pretrain", "gated_deltanet", "attention", "nope"]
+
+
+def test_a_card_of_layers_with_norms_in_other_places(tmp_path):
+    delta = PATTERN["layers"]["fast"] | {"allow_neg_eigval": True}
+    changes = PATTERN | {"layers": {"fast": delta, "near": {"norm_place": "output"}}}
+    rows, _ = architecture_rows(tmp_path / "run", **changes)
+    assert rows["norm, layers fast"] == "rmsnorm"
+    assert "outputs" in rows["norm, layers near"]
+    assert "negative eigenvalues" in rows["mixer, layers fast"]
 
 
 def test_a_card_names_a_mixer_of_the_users_own(tmp_path):

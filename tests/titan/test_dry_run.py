@@ -109,6 +109,7 @@ VARIANTS = [
     "canon_trainable=False",
     "position=rope canon_set=AC ffn=standard ffn_activation=relu2",
     "position=rope canon_set=D num_kv_heads=2 tie_embeddings=True qk_norm=full",
+    "canon_set=ACFO norm_place=output qk_norm=full",
     "mixer=gla",
     "mixer=mamba2 canon_set=AB",
     "mixer=gated_deltanet canon_set=",

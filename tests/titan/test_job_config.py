@@ -70,6 +70,7 @@ ATTENTION_KEYS: dict[str, Any] = {
     "ffn_activation": "gelu",
     "norm": "layernorm",
     "norm_eps": 1e-6,
+    "norm_place": "output",
     "position": "partial_rope_c",
     "partial_rope_dim": 6,
     "rope_theta": 500.0,
@@ -96,12 +97,24 @@ GLA_KEYS: dict[str, Any] = {
     "expand_k": 1.0,
     "expand_v": 2.0,
     "output_gate_rank": 16,
+    "o_norm_eps": 1e-3,
     "gla_feature_map": "elu",
     "canon_set": "A",
     "canon_filter": "dynamic",
     "canon_scale": "sqrt",
 }
 H_ALIBI_KEYS: dict[str, Any] = {"position": "h_alibi", "h_alibi_heads": 3, "canon_set": "FKOV"}
+GATED_DELTANET_KEYS: dict[str, Any] = {
+    "mixer": "gated_deltanet",
+    "position": "nope",
+    "num_heads": 2,
+    "mixer_conv": True,
+    "allow_neg_eigval": True,
+    "expand_k": 1.0,
+    "expand_v": 2.0,
+    "ffn_dim": 96,
+    "canon_set": "A",
+}
 MAMBA2_AND_EXPERT_KEYS: dict[str, Any] = {
     "mixer": "mamba2",
     "position": "nope",
@@ -129,6 +142,7 @@ MAMBA2_AND_EXPERT_KEYS: dict[str, Any] = {
         pytest.param(ATTENTION_KEYS, id="attention"),
         pytest.param(H_ALIBI_KEYS, id="h_alibi"),
         pytest.param(GLA_KEYS, id="gla"),
+        pytest.param(GATED_DELTANET_KEYS, id="gated_deltanet"),
         pytest.param(MAMBA2_AND_EXPERT_KEYS, id="mamba2 experts"),
     ],
 )
@@ -159,7 +173,7 @@ def test_a_pattern_and_its_sections_reach_the_model(tmp_path):
 
 def test_every_model_key_is_among_them():
     tried = ATTENTION_KEYS.keys() | GLA_KEYS.keys() | MAMBA2_AND_EXPERT_KEYS.keys()
-    tried |= H_ALIBI_KEYS.keys()
+    tried |= H_ALIBI_KEYS.keys() | GATED_DELTANET_KEYS.keys()
     tried |= {"pattern", "layers"}  # test_a_pattern_and_its_sections_reach_the_model
     assert tried == vars(CanonJobConfig().model).keys() & vars(FLAVORS["162M"]).keys()
 

@@ -167,6 +167,11 @@ def test_auto_compiles_where_that_costs_less(data_folder, checks):
     without = gpu_job(data_folder, "--model.canon_set", "")
     assert planned_backend(without) == "compiled"
 
+    # before A and C there is no norm that our kernels could compute with them
+    for canon_set, backend in (("A", "compiled"), ("ABCD", "compiled"), ("BD", "triton")):
+        options = ("--model.norm_place", "output", "--model.canon_set", canon_set)
+        assert planned_backend(gpu_job(data_folder, *options)) == backend
+
 
 def test_a_pass_is_kept_until_what_it_depends_on_changes(alone, checks, data_folder, monkeypatch):
     def is_checked(*options, code=CODE):
@@ -475,6 +480,7 @@ ARGS = [
     variant("mamba2 conv mimetic"),
     variant("gdn ABCD gate_rank"),
     VARIANTS["last_attention"],
+    VARIANTS["olmo_hybrid"],
 ]
 TIED = replace(
     UNEVEN, init="lingua", tie_embeddings=True, document_mask=True, num_kv_heads=2, position="alibi"
