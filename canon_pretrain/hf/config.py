@@ -1,4 +1,4 @@
-"""Convert config.json and parameter names between ModelArgs and LlamaCanon, or Mamba2.
+"""Convert config.json and parameter names between ModelArgs and LlamaCanon, or other classes.
 
 What the released LlamaCanonConfig can't express is in the sub-dictionary `canon_pretrain`, and
 `rope_version` is then a value that the released class rejects. No value is null, with which that
