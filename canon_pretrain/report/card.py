@@ -70,7 +70,7 @@ _QK_NORMS = {
     "full": "RMSNorm of all queries and of all keys (QK-norm full)",
     "per_head": "RMSNorm of each head's queries and keys (QK-norm per head)",
 }
-_GATES = {"per_channel": "a learned sigmoid gate of each channel of its output"}
+_GATES = {"per_channel": "a learned sigmoid gate on each channel of its output"}
 
 Row = tuple[str, str]
 
