@@ -236,8 +236,9 @@ def run_compare(arguments: argparse.Namespace) -> None:
             race=False,
         )
     )
-    content = board_content(read_board_plan(folder, board_file.stem), datetime.now(UTC))
-    own_arm = next(iter(architectures))
+    own_arm, *others = architectures
+    title = f"{own_arm} against {' and '.join(others)}"
+    content = board_content(read_board_plan(folder, title), datetime.now(UTC))
     compared = compare_content(content, own_arm, planned_tasks(board), parallel)
     labels = {"entry": tables.architectures(compared)}
     write_report(folder, PAGE, compared, labels, "compare", board=tables, compare=compare_page)

@@ -203,15 +203,16 @@ def headline(content: CompareContent) -> Iterator[str]:
 
 
 def _task_with_time(row: VerdictRow) -> str:
-    """Return the task, with what would decide it."""
-    more = to_decide(row)
-    return f"{row.task} ({more})" if more else row.task
+    """Return the task, with the seeds that would decide it if their number is known."""
+    return f"{row.task} ({to_decide(row)})" if row.more_seeds else row.task
 
 
 def to_decide(row: VerdictRow) -> str:
     """Return what would decide an open verdict; "" if it is not open."""
     if row.verdict != UNDECIDED:
         return ""
+    if row.interval is None:
+        return "more than one seed"
     if row.more_seeds is None or row.more_s is None:
         return "not by more seeds"
     return f"{row.more_seeds} more seeds, about {duration(row.more_s)}"
@@ -232,7 +233,7 @@ def cuts(content: CompareContent) -> Iterator[str]:
 
 
 def verdict_table(content: CompareContent) -> Table:
-    columns = ["task", "against", "verdict", "to decide", "score", "its score", "difference"]
+    columns = ["task", "against", "verdict", "to decide", content.own, "the other", "difference"]
     rows: list[list[Cell]] = [
         [
             row.task,
@@ -241,7 +242,7 @@ def verdict_table(content: CompareContent) -> Table:
             to_decide(row),
             number(row.own_score, 3),
             number(row.baseline_score, 3),
-            make_cell(signed(row.difference), interval(row.interval)),
+            make_cell(signed(row.difference), interval(row.interval) if row.interval else ""),
         ]
         for row in content.verdicts
     ]
