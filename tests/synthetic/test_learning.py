@@ -1,8 +1,13 @@
 """A small model learns a small setting of each synthetic task; minutes each on one core."""
 
+from collections import Counter
+from itertools import pairwise
+
 import pytest
 
 from canon_pretrain.run.results import read_results
+from canon_pretrain.synthetic.task import EVALUATION_SEED
+from canon_pretrain.titan.command_line import parse_job
 from eval.__main__ import main
 from tests.support import ROOT, train
 
@@ -20,11 +25,34 @@ def trained_score(run, name, *options):
     return results.scores["playground"][score].value
 
 
+SOLVED = sorted({path.stem for path in FOLDER.glob("*.toml")} - {"automata"})
+
+
 @pytest.mark.learning
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.toml")))
+@pytest.mark.parametrize("name", SOLVED)
 def test_a_small_model_solves(name, tmp_path):
     assert trained_score(tmp_path, name) > 0.95
+
+
+def counted_score(task, num_windows):
+    """Return the share of questions that the most frequent symbol after the last one answers."""
+    num_right = 0
+    questions = [*task.questions(EVALUATION_SEED, 0, num_windows)]
+    for question in questions:
+        *_, last = question.prompt
+        followers = Counter(token for before, token in pairwise(question.prompt) if before == last)
+        [(answer, _)] = followers.most_common(1) or [(0, 0)]
+        num_right += task.judge(question.prompt, [answer]).values["valid"]
+    return num_right / len(questions)
+
+
+@pytest.mark.learning
+@pytest.mark.timeout(1200)
+def test_automata_are_learned_in_context(tmp_path):
+    """A few examples do not determine an automaton: better than counts of pairs of symbols."""
+    job = parse_job(["--config", str(FOLDER / "automata.toml")])
+    assert trained_score(tmp_path, "automata") > counted_score(job.task, 200) + 0.03
 
 
 @pytest.mark.learning
