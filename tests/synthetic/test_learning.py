@@ -41,7 +41,11 @@ def counted_score(task, num_windows):
     questions = [*task.questions(EVALUATION_SEED, 0, num_windows)]
     for question in questions:
         *_, last = question.prompt
-        followers = Counter(token for before, token in pairwise(question.prompt) if before == last)
+        followers = Counter(
+            token
+            for before, token in pairwise(question.prompt)
+            if before == last and token <= task.symbols
+        )
         [(answer, _)] = followers.most_common(1) or [(0, 0)]
         num_right += task.judge(question.prompt, [answer]).values["valid"]
     return num_right / len(questions)
