@@ -47,6 +47,8 @@ WORDS: dict[str, dict[str, Any]] = {
     **{f"qk_{norm}": {"qk_norm": norm} for norm in ("full", "per_head")},
     **{f"windows{number}": {"h_alibi_heads": number} for number in (1, 3, 4)},
     "half": {"partial_rope_dim": 4},
+    "distances6": {"relative_dim": 3, "relative_extent": 6},
+    "embed_norm": {"embed_norm": True},
     "gqa": {"num_kv_heads": 2},
     "tied": {"tie_embeddings": True},
     "documents": {"document_mask": True},
@@ -114,6 +116,9 @@ mamba2 smear conv documents,
 h_alibi windows1 ABCD gqa documents, h_alibi windows3 FKOV tied, h_alibi windows4 documents,
 nope FKOV heads documents gqa, rope FKOV heads sqrt qk_per_head k3, gla AKQ heads documents sqrt,
 gdn FKOV heads no_res act k2, partial_rope_b AKQ heads gqa,
+relative qk_per_head, relative FKOV distances6 embed_norm qk_per_head gqa documents,
+relative ABCD distances6 qk_full gqa, relative BD dynamic distances6 tied smear embed_norm,
+gla A embed_norm layernorm,
 gdn FKOV, gla AKQ documents dynamic, gdn FO conv k3, mamba2 AO conv documents, mamba2_mlp FO tied
 """.strip()
     .replace(",\n", ", ")
@@ -134,6 +139,25 @@ VARIANTS: dict[str, ModelArgs] = {name: variant(name) for name in NAMES}
 PATTERNS: dict[str, ModelArgs] = {
     "window": replace(BASE, window=5, canon_set="ABCD", num_kv_heads=2),
     "window_alibi_docs": replace(BASE, window=3, position="alibi", document_mask=True),
+    "window_relative_docs": replace(
+        BASE, window=5, position="relative", relative_dim=3, num_kv_heads=2, document_mask=True
+    ),
+    "relative_in_some": replace(
+        BASE,
+        num_layers=4,
+        position="relative",
+        relative_dim=3,
+        relative_extent=7,
+        canon_set="FKOV",
+        qk_norm="per_head",
+        embed_norm=True,
+        pattern=("local", "full", "plain"),
+        layers={
+            "local": {"window": 4, "relative_extent": 0, "num_heads": 2},
+            "full": {},
+            "plain": {"position": "nope"},
+        },
+    ),
     "window_h_alibi": replace(BASE, window=4, position="h_alibi", document_mask=True),
     "last_attention": replace(
         BASE,

@@ -344,6 +344,7 @@ LLAMA_NAMING = Naming(
     layers="model.layers",
     ends={
         "tok_embeddings": "model.embed_tokens",
+        "embed_norm": "model.embed_norm",
         "smear.gate": "model.smear.gate",
         "norm": "model.norm",
         "output": "lm_head",
@@ -357,6 +358,8 @@ LLAMA_NAMING = Naming(
         "attention.wo": "self_attn.o_proj",
         "attention.q_norm": "self_attn.q_norm",
         "attention.k_norm": "self_attn.k_norm",
+        "attention.relative.wr": "self_attn.r_proj",
+        "attention.relative.profiles": "self_attn.rel_logits_proj",
         "attention.canon_b": "self_attn.canonB",
         "attention.canon_q": "self_attn.canonQ",
         "attention.canon_k": "self_attn.canonK",

@@ -1,10 +1,12 @@
 """Causal multi-head attention with optional QK-norm, Canon-B, grouped heads and rotary layouts.
 
+Learned biases of scores by distance are those of Inkling, `InklingRelativeLogits` of transformers.
+
 Rotation is of interleaved pairs (0,1), (2,3), .. as torchtitan's and lingua's, in real arithmetic:
 torch.compile generates no code for complex numbers.
 
 Shapes: B batch, T tokens, S tokens seen, D hidden, H heads, G key-value heads, K head dim, R
-rotated pairs of a head (rope_dim / 2).
+rotated pairs of a head (rope_dim / 2), C channels of relative states, E distances with a bias.
 """
 
 from collections.abc import Callable
@@ -98,6 +100,25 @@ class Rope(nn.Module):
         return apply_rope(x_BTHK, self.cos_TR[rows], self.sin_TR[rows], rope_heads)
 
 
+class RelativeBias(nn.Module):
+    """The learned bias of each token's scores by distance, for each head.
+
+    Of token t and head h, r_C = wr x_t; its score with token t - d is increased by
+    profiles_d . r_C, from d = 0 up to E - 1, and by nothing beyond.
+    """
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.num_channels = args.relative_dim
+        self.wr = nn.Linear(args.dim, args.num_heads * args.relative_dim, bias=False)
+        self.profiles = nn.Linear(args.relative_dim, args.bias_extent, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Return the bias at each distance, [B, T, H, E]."""
+        r_BTHC = self.wr(x_BTD).unflatten(-1, (-1, self.num_channels))
+        return self.profiles(r_BTHC)
+
+
 class Attention(nn.Module):
     """q, k, v -> QK-norm -> Canon-B over [q|k|v] -> heads -> rotation -> causal softmax -> wo.
 
@@ -133,17 +154,26 @@ class Attention(nn.Module):
         self.canon_k = make_canon("K", args, canon_backend)
         self.canon_v = make_canon("V", args, canon_backend)
         self.rope = rope
+        self.relative: RelativeBias | None = None
+        if args.position == "relative":
+            self.relative = RelativeBias(args)
+            self.readers = 4  # wr too
         self.attend = attend
 
     def forward(self, x_BTD: Stream, context: Context = NO_CONTEXT) -> Tensor:
         """Return what is added to the residual stream, [B, T, D]."""
-        x_q, x_k, x_v = per_reader(x_BTD, self.readers)
+        x_q, x_k, x_v, *x_others = per_reader(x_BTD, self.readers)
         q_BTHK, k_BSGK, v_BSGK = self.heads(
             self.wq(x_q), self.wk(x_k), self.wv(x_v), context, source_BTD=x_q
         )
         if context.cache is not None:
             k_BSGK, v_BSGK = context.cache.append(k_BSGK, v_BSGK)
-        return self.wo(self.attend(q_BTHK, k_BSGK, v_BSGK, context.mask).flatten(-2))
+        if self.relative is None:
+            y_BTHK = self.attend(q_BTHK, k_BSGK, v_BSGK, context.mask)
+        else:
+            (x_r,) = x_others
+            y_BTHK = self.attend(q_BTHK, k_BSGK, v_BSGK, context.mask, self.relative(x_r))
+        return self.wo(y_BTHK.flatten(-2))
 
     def heads(
         self,
