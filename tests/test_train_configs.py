@@ -252,6 +252,9 @@ VARIED_OPTIONS = (
     "mimetic_init",
     "mimetic_rate",
     "output_gate_rank",
+    "embed_norm",
+    "relative_dim",
+    "relative_extent",
     "smear",
     "tie_embeddings",
     "document_mask",
@@ -307,7 +310,7 @@ def is_in_appendix_c(name, args):
         return False
     if args.qk_norm != "none" or args.bias or args.num_kv_heads:
         return False
-    return args.canon_filter == "static" and not args.smear
+    return args.canon_filter == "static" and not args.smear and not args.bias_extent
 
 
 def test_counts_are_those_of_appendix_c():

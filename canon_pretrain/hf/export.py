@@ -29,9 +29,10 @@ from canon_pretrain.checkpoint.architecture import find_checkpoint, model_args_o
 from canon_pretrain.core import files as disk
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.tokenizer import SENTENCEPIECE_FILE, Tokenizer
-from canon_pretrain.hf import writing
+from canon_pretrain.hf import inkling, writing
 from canon_pretrain.hf.config import (
     ARCHITECTURE,
+    INKLING,
     MAMBA2,
     MODEL_TYPE,
     TOKEN_IDS,
@@ -140,7 +141,10 @@ def export(
         # The weights, under the names of the class that computes this model.
         torch_dtype = DTYPES[dtype]
         model_type = (plain_fields(args) or {}).get("model_type", MODEL_TYPE)
-        shapes = {to_hf(name, model_type, args): tensor.shape for name, tensor in like.items()}
+        shapes = {name: tensor.shape for name, tensor in like.items()}
+        if model_type == INKLING:
+            shapes = inkling.their_shapes(shapes, args)
+        shapes = {to_hf(name, model_type, args): shape for name, shape in shapes.items()}
         plans = writing.plan_files(shapes, torch_dtype, max_file_bytes)
         tensors = _tensors(checkpoint, args, like, torch_dtype, model_type)
         writing.write_files(temporary, plans, tensors, torch_dtype)
@@ -181,7 +185,13 @@ def _tensors(
             )
         if name in orders:
             tensor = tensor[orders[name].argsort()]  # argsort inverts an order
+        if model_type == INKLING:
+            tensor = inkling.to_theirs(name, tensor, args)
         yield to_hf(name, model_type, args), tensor
+
+    if model_type == INKLING:
+        for name, scale in inkling.their_scales(args, dtype).items():
+            yield to_hf(name, model_type, args), scale
 
 
 def files_of_export(out: Path) -> list[str]:
@@ -379,6 +389,9 @@ _SERVERS = {
     "smollm3": "vLLM and SGLang serve",
     "mamba2": "vLLM serves",
 }
+_INKLING = """\
+The class is new (transformers 5.23 has it), and whether a server has it was not tried.
+"""
 _WINDOWS = """\
 Not every server reads `sliding_window` of this class: compare logits with transformers' first.
 """
@@ -478,11 +491,13 @@ def _serving_text(args: ModelArgs, tokenizer: Tokenizer | None) -> str:
         servers = _SERVERS.get(model_type, "vLLM, SGLang and llama.cpp serve")
         if has_window:
             servers = "vLLM and SGLang serve"
-        texts = [
-            f"A standard {config['architectures'][0]}, without custom code.\n"
-            f"{servers} it like any model of that class.\n"
-        ]
-        if has_window and model_type != "mistral":
+        texts = [f"A standard {config['architectures'][0]}, without custom code.\n"]
+        if model_type == INKLING:
+            servers = ""
+            texts.append(_INKLING)
+        else:
+            texts.append(f"{servers} it like any model of that class.\n")
+        if servers and has_window and model_type != "mistral":
             texts.append(_WINDOWS)
         if "llama.cpp" in servers and tokenizer is not None and not llama_cpp_reads(tokenizer):
             texts.append(_NO_GGUF)

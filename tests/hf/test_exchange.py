@@ -244,7 +244,8 @@ def test_an_lfm2_that_is_refused(name, value, tmp_path):
 REFUSED = {
     "qwen3_next": ("Qwen3Next", "layer_types"),
     "olmo_hybrid": ("OlmoHybrid", "layer_types"),
-    "inkling_text": ("InklingText", "d_rel"),
+    "inkling_text": ("InklingText", "mlp_layer_types"),  # experts
+    "inkling_mm_model": ("Inkling", "text_config"),
 }
 
 

@@ -214,6 +214,11 @@ OPTIONS = [
     ("smear", {"smear": True}),
     ("mixer", {"window": 1024}),
     ("mixer", {"qk_norm": "per_head"}),
+    ("vocabulary", {"embed_norm": True}),
+    *(
+        ("positions", {"position": "relative", **changes})
+        for changes in ({}, {"relative_dim": 8}, {"relative_extent": 99})
+    ),
     *(("positions", {"position": "h_alibi", "h_alibi_heads": heads}) for heads in (0, 1, 3)),
 ]
 """The row of a card that an option changes, and the option."""

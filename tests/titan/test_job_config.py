@@ -101,6 +101,12 @@ GLA_KEYS: dict[str, Any] = {
     "canon_scale": "sqrt",
 }
 H_ALIBI_KEYS: dict[str, Any] = {"position": "h_alibi", "h_alibi_heads": 3, "canon_set": "FKOV"}
+RELATIVE_KEYS: dict[str, Any] = {
+    "position": "relative",
+    "relative_dim": 4,
+    "relative_extent": 24,
+    "embed_norm": True,
+}
 MAMBA2_AND_EXPERT_KEYS: dict[str, Any] = {
     "mixer": "mamba2",
     "position": "nope",
@@ -127,6 +133,7 @@ MAMBA2_AND_EXPERT_KEYS: dict[str, Any] = {
     [
         pytest.param(ATTENTION_KEYS, id="attention"),
         pytest.param(H_ALIBI_KEYS, id="h_alibi"),
+        pytest.param(RELATIVE_KEYS, id="relative"),
         pytest.param(GLA_KEYS, id="gla"),
         pytest.param(MAMBA2_AND_EXPERT_KEYS, id="mamba2 experts"),
     ],
@@ -158,7 +165,7 @@ def test_a_pattern_and_its_sections_reach_the_model(tmp_path):
 
 def test_every_model_key_is_among_them():
     tried = ATTENTION_KEYS.keys() | GLA_KEYS.keys() | MAMBA2_AND_EXPERT_KEYS.keys()
-    tried |= H_ALIBI_KEYS.keys()
+    tried |= H_ALIBI_KEYS.keys() | RELATIVE_KEYS.keys()
     tried |= {"pattern", "layers"}  # test_a_pattern_and_its_sections_reach_the_model
     assert tried == vars(CanonJobConfig().model).keys() & vars(FLAVORS["162M"]).keys()
 
