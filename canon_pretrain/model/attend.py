@@ -83,9 +83,9 @@ class Attend(nn.Module):
     """The attention of one model, without parameters; `backend` is one of BACKENDS.
 
     `auto`: SDPA, but flex on a GPU for ALiBi, H-ALiBi, learned biases, windows and segments;
-    `flex`: also on a CPU, forward only. `cudnn` and `flash`: SDPA with that kernel first (`auto`: cuDNN's); `fa3` and
-    `fa4`: `flash` by that package, process-wide. With a cache SDPA replaces flex. Raises UserError
-    for a backend that can't compute this model.
+    `flex`: also on a CPU, forward only. `cudnn` and `flash`: SDPA with that kernel first (`auto`:
+    cuDNN's), unless biases are learned; `fa3` and `fa4`: `flash` by that package, process-wide.
+    With a cache SDPA replaces flex. Raises UserError for a backend that can't compute this model.
     """
 
     def __init__(self, args: ModelArgs, backend: str = "auto") -> None:
