@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, InklingForCausalLM, InklingTextCo
 from canon_pretrain.hf.config import plain_fields
 from canon_pretrain.hf.export import export
 from canon_pretrain.hf.loading import load_model
-from canon_pretrain.hf.reading import import_folder
+from canon_pretrain.hf.reading import folder_args, import_folder
 from canon_pretrain.model.args import ModelArgs, Table
 from canon_pretrain.model.cache import Cache
 from tests.hf_exports import check_refused, export_model, our_logits, weights_of
@@ -132,7 +132,7 @@ def test_fields_by_other_names_and_defaults(tmp_path):
 
     del aliases["local_layer_ids"]
     (tmp_path / "hf" / "config.json").write_text(json.dumps(record | aliases))
-    sliding = import_folder(tmp_path / "hf", tmp_path / "sliding", ignore=[], step=1).args
+    sliding = folder_args(tmp_path / "hf")
     assert [layer.window for layer in sliding.layer_args] == [5, 5, 5]
 
 
