@@ -264,6 +264,7 @@ class Attend(nn.Module):
         if isinstance(mask, BlockMask):
             return self._flex(q_BHTK, k_BGSK, v_BGSK, mask, biases_BTHE).transpose(1, 2)
         if biases_BTHE is not None:
+            assert mask is not None  # distances
             mask = _biases_of_scores(biases_BTHE, mask)
         return self._sdpa(q_BHTK, k_BGSK, v_BGSK, mask).transpose(1, 2)
 
@@ -319,23 +320,15 @@ class Attend(nn.Module):
         biases_BTHE: Tensor | None,
     ) -> Tensor:
         num_heads = self.args.num_heads
-        extent = self.args.bias_extent
 
         def add_alibi(score: Tensor, b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
             # as in `alibi_slopes`, with heads from 0 on; s - t is the negative distance
             slope = torch.exp2(-8.0 * (h + 1) / num_heads)
             return score + slope * (s - t)
 
-        def add_learned(score: Tensor, b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
-            distance = t - s
-            near = biases_BTHE[b, t, h, distance.clamp(0, extent - 1)]
-            return score + torch.where(distance < extent, near, 0.0)
-
-        score_mod = None
+        score_mod = add_alibi if self.args.position == "alibi" else None
         if biases_BTHE is not None:
-            score_mod = add_learned
-        elif self.args.position == "alibi":
-            score_mod = add_alibi
+            score_mod = _adding(biases_BTHE)
 
         # within a compiled block it is compiled anyway; on a CPU it is not compiled
         flex: Any = flex_attention
@@ -349,6 +342,19 @@ class Attend(nn.Module):
             block_mask=mask,
             enable_gqa=self.args.kv_heads != num_heads,
         )
+
+
+def _adding(biases_BTHE: Tensor) -> Callable[..., Tensor]:
+    """Return the function by which flex attention adds the bias of a score."""
+    num_distances = biases_BTHE.shape[-1]
+
+    def add_learned(score: Tensor, b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
+        # s > t, which the mask hides, is no index either
+        distance = t - s
+        near = biases_BTHE[b, t, h, distance.clamp(0, num_distances - 1)]
+        return score + torch.where(distance < num_distances, near, 0.0)
+
+    return add_learned
 
 
 def _biases_of_scores(biases_BTHE: Tensor, distance: Tensor) -> Tensor:
