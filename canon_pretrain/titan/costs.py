@@ -66,8 +66,10 @@ def block_bytes(args: ModelArgs, micro_batch: int, dtype: torch.dtype) -> int:
     # biases, which it saves too, are an input of the opaque one.
     plain = args
     attend: type[Attend] = Attend
+    row_sum_bytes = 0
     if args.bias_extent:
         attend = OpaqueAttend
+        row_sum_bytes = 4 * args.num_heads * micro_batch * args.max_seq_len  # float32
     else:
         plain = dataclasses.replace(plain, window=0)
         if not args.rope_dim:
@@ -81,7 +83,8 @@ def block_bytes(args: ModelArgs, micro_batch: int, dtype: torch.dtype) -> int:
         if args.document_mask and args.reach:
             ids_BT = torch.zeros(shape, dtype=torch.int32)
             segments_BN = window_segments(ids_BT, args.max_seq_len, args.reach)
-        return count_saved(lambda: block(h_BTD, Context(segments_BN=segments_BN)), block)
+        saved_bytes = count_saved(lambda: block(h_BTD, Context(segments_BN=segments_BN)), block)
+        return saved_bytes + row_sum_bytes
 
 
 def head_bytes(args: ModelArgs, micro_batch: int, dtype: torch.dtype, loss: HeadLoss) -> int:

@@ -106,6 +106,7 @@ RELATIVE_KEYS: dict[str, Any] = {
     "relative_dim": 4,
     "relative_extent": 24,
     "embed_norm": True,
+    "canon_set": "KV",
 }
 MAMBA2_AND_EXPERT_KEYS: dict[str, Any] = {
     "mixer": "mamba2",
