@@ -46,7 +46,10 @@ def layer_config(model: Any, i: int) -> Any:
 
 
 def _sequence_logits(model: Any, params: dict[str, Tensor], tokens_BT: Tensor) -> Tensor:
-    h = _smeared(model, params, params["tok_embeddings.weight"][tokens_BT])
+    h = params["tok_embeddings.weight"][tokens_BT]
+    if model.embed_norm:
+        h = _norm(model, params, "embed_norm", h)
+    h = _smeared(model, params, h)
     for i in range(model.num_layers):
         cfg = layer_config(model, i)
         layer = {
@@ -228,6 +231,8 @@ def _attention(cfg: Any, layer: dict[str, Tensor], x: Tensor) -> Tensor:
         k_head = _rotate(cfg, k_head, kv_head, kv_heads)
         scores = torch.einsum("btk,bsk->bts", q_head, k_head) / head_dim**0.5
         scores = scores + bias_by_loops(cfg, head, x.shape[1]).to(x.dtype)
+        if cfg.position == "relative":
+            scores = scores + learned_bias_by_loops(cfg, layer, x, head)
         y_head = torch.einsum("bts,bsk->btk", scores.softmax(dim=-1), v_head)
         if cfg.attention_gate == "per_channel":
             gate = _linear(layer, "attention.wg", x)
@@ -252,6 +257,25 @@ def bias_by_loops(cfg: Any, head: int, num_tokens: int) -> Tensor:
         for s in range(max(0, t - window + 1), t + 1):
             rows[t][s] = -slope * (t - s)
     return torch.tensor(rows, dtype=torch.float64)
+
+
+def learned_bias_by_loops(cfg: Any, layer: dict[str, Tensor], x: Tensor, head: int) -> Tensor:
+    """Inkling's bias of a head's scores (from 0), [B, T, T]: token t's at each distance.
+
+    A token's channels times the profile of the distance, for `relative_extent` distances, or the
+    window, or 1024; beyond, 0.
+    """
+    rows = slice(head * cfg.relative_dim, (head + 1) * cfg.relative_dim)
+    channels = x @ layer["attention.relative.wr.weight"][rows].T
+    profiles = layer["attention.relative.profiles.weight"]
+    assert len(profiles) == (cfg.relative_extent or cfg.window or 1024)
+    num_tokens = x.shape[1]
+    bias = torch.zeros(len(x), num_tokens, num_tokens, dtype=x.dtype)
+    for t in range(num_tokens):
+        for s in range(t + 1):
+            if t - s < len(profiles):
+                bias[:, t, s] = channels[:, t] @ profiles[t - s]
+    return bias
 
 
 def _rotate(cfg: Any, x_BTK: Tensor, head: int, num_heads: int) -> Tensor:

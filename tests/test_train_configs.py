@@ -253,6 +253,9 @@ VARIED_OPTIONS = (
     "mimetic_rate",
     "output_gate_rank",
     "allow_neg_eigval",
+    "embed_norm",
+    "relative_dim",
+    "relative_extent",
     "smear",
     "tie_embeddings",
     "document_mask",
@@ -309,7 +312,7 @@ def is_in_appendix_c(name, args):
         return False
     if args.qk_norm != "none" or args.bias or args.num_kv_heads:
         return False
-    if args.attention_gate != "none":
+    if args.attention_gate != "none" or args.bias_extent:
         return False
     return args.canon_filter == "static" and not args.smear
 

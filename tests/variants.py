@@ -48,6 +48,8 @@ WORDS: dict[str, dict[str, Any]] = {
     "gated": {"attention_gate": "per_channel"},
     **{f"windows{number}": {"h_alibi_heads": number} for number in (1, 3, 4)},
     "half": {"partial_rope_dim": 4},
+    "distances6": {"relative_dim": 3, "relative_extent": 6},
+    "embed_norm": {"embed_norm": True},
     "gqa": {"num_kv_heads": 2},
     "tied": {"tie_embeddings": True},
     "documents": {"document_mask": True},
@@ -123,6 +125,9 @@ partial_rope_c half gated FKOV qk_per_head gqa documents,
 rope post qk_full gqa, rope post ABCD documents tied, nope post FKOV qk_full k3,
 nope post ABCDFO gpt2 documents, alibi post AC dynamic act, gla post AO k2 o_eps documents,
 gdn post conv reflect o_eps, gdn reflect BD documents, mamba2_mlp post ABCD,
+relative qk_per_head, relative FKOV distances6 embed_norm qk_per_head gqa documents,
+relative ABCD distances6 qk_full gqa, relative BD dynamic distances6 tied smear embed_norm,
+gla A embed_norm layernorm,
 gdn FKOV, gla AKQ documents dynamic, gdn FO conv k3, mamba2 AO conv documents, mamba2_mlp FO tied
 """.strip()
     .replace(",\n", ", ")
@@ -143,6 +148,25 @@ VARIANTS: dict[str, ModelArgs] = {name: variant(name) for name in NAMES}
 PATTERNS: dict[str, ModelArgs] = {
     "window": replace(BASE, window=5, canon_set="ABCD", num_kv_heads=2),
     "window_alibi_docs": replace(BASE, window=3, position="alibi", document_mask=True),
+    "window_relative_docs": replace(
+        BASE, window=5, position="relative", relative_dim=3, num_kv_heads=2, document_mask=True
+    ),
+    "relative_in_some": replace(
+        BASE,
+        num_layers=4,
+        position="relative",
+        relative_dim=3,
+        relative_extent=7,
+        canon_set="FKOV",
+        qk_norm="per_head",
+        embed_norm=True,
+        pattern=("local", "full", "plain"),
+        layers={
+            "local": {"window": 4, "relative_extent": 0, "num_heads": 2},
+            "full": {},
+            "plain": {"position": "nope"},
+        },
+    ),
     "window_h_alibi": replace(BASE, window=4, position="h_alibi", document_mask=True),
     "last_attention": replace(
         BASE,

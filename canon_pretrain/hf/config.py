@@ -33,7 +33,8 @@ LFM2_CONV = "lfm2_conv.py:GatedConv"
 _LFM2_FILE = Path(__file__).with_name(LFM2_CONV.rpartition(":")[0])
 QWEN3_NEXT = "qwen3_next"
 OLMO_HYBRID = "olmo_hybrid"
-STANDARD_TYPES = (*STANDARD_CLASSES, MAMBA2, LFM2, QWEN3_NEXT, OLMO_HYBRID)
+INKLING = "inkling_text"
+STANDARD_TYPES = (*STANDARD_CLASSES, MAMBA2, LFM2, QWEN3_NEXT, OLMO_HYBRID, INKLING)
 """model_type of transformers' own classes."""
 MODEL_TYPES = (MODEL_TYPE, *STANDARD_TYPES)
 GELU = "gelu_pytorch_tanh"
@@ -296,9 +297,64 @@ _OLMO_HYBRID_CHANGES_NOTHING = {
 """Fields of initial values."""
 _OLMO_HYBRID_O_NORM_EPS = 1e-5
 """Epsilon of `OlmoHybridGatedDeltaNet.o_norm`, for any rms_norm_eps."""
+_SAME_IN_INKLING = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "dim",
+    "intermediate_size": "ffn_dim",
+    "hidden_act": "ffn_activation",
+    "num_hidden_layers": "num_layers",
+    "max_position_embeddings": "max_seq_len",
+    "rms_norm_eps": "norm_eps",
+    "conv_kernel_size": "canon_kernel",
+    "d_rel": "relative_dim",
+}
+_INKLING_MODEL: dict[str, Any] = {
+    "canon_set": "FKOV",
+    "position": "relative",
+    "qk_norm": "per_head",
+    "embed_norm": True,
+}
+"""What every dense Inkling is, of our options that are not sizes."""
+_INKLING_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 201024,
+    "hidden_size": 6144,
+    "intermediate_size": 24576,
+    "hidden_act": "silu",
+    "num_hidden_layers": 66,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "swa_num_attention_heads": 64,
+    "swa_num_key_value_heads": 16,
+    "swa_head_dim": 128,
+    "sliding_window_size": 512,
+    "d_rel": 16,
+    "rel_extent": 1024,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "conv_kernel_size": 4,
+    "logits_mup_width_multiplier": 24.0,
+}
+_INKLING_ALIASES = {
+    "sconv_kernel_size": "conv_kernel_size",
+    "sliding_window": "sliding_window_size",
+    "embedding_multiplier": "logits_mup_width_multiplier",
+    "model_max_length": "max_position_embeddings",
+}
+"""Other names of fields, as in the class's attribute_map."""
+_INKLING_OTHERS = {"unpadded_vocab_size", "log_scaling_n_floor", "local_layer_ids"}
+_INKLING_OTHERS |= {"mlp_layer_types", "num_mtp_layers"}
+"""Fields that are read and may be null."""
+_INKLING_CHANGES_NOTHING = {"log_scaling_alpha", "number_of_conv_states", "shared_expert_sink"}
+_INKLING_CHANGES_NOTHING |= {"moe_intermediate_size", "n_routed_experts", "num_experts_per_tok"}
+_INKLING_CHANGES_NOTHING |= {"n_shared_experts", "route_scale", "rms_norm_eps_moe_gate"}
+_INKLING_CHANGES_NOTHING |= {"chain_hidden_post_norm", "mtp_hidden_states_first"}
+_INKLING_CHANGES_NOTHING |= {"mtp_local_layer_ids"}
+"""Fields of experts and others, which dense layers do not read."""
+HYBRID = "hybrid"
+HYBRID_SLIDING = "hybrid_sliding"
 REFUSED_TYPES = {
-    "inkling_text": ("d_rel", "its attention adds a learned bias by distance, ours has none"),
-    "inkling_mm_model": ("text_config", "its attention adds a learned bias by distance"),
+    "inkling_mm_model": ("text_config", f"expected the text model alone, {INKLING}"),
 }
 """By model_type of classes that our models can't express: a field that says so, and the reason."""
 # initialization, kernels, and rounding in less than float32
@@ -437,6 +493,7 @@ LLAMA_NAMING = Naming(
     layers="model.layers",
     ends={
         "tok_embeddings": "model.embed_tokens",
+        "embed_norm": "model.embed_norm",
         "smear.gate": "model.smear.gate",
         "norm": "model.norm",
         "output": "lm_head",
@@ -450,6 +507,8 @@ LLAMA_NAMING = Naming(
         "attention.wo": "self_attn.o_proj",
         "attention.q_norm": "self_attn.q_norm",
         "attention.k_norm": "self_attn.k_norm",
+        "attention.relative.wr": "self_attn.r_proj",
+        "attention.relative.profiles": "self_attn.rel_logits_proj",
         "attention.canon_b": "self_attn.canonB",
         "attention.canon_q": "self_attn.canonQ",
         "attention.canon_k": "self_attn.canonK",
@@ -572,6 +631,37 @@ _QWEN3_NEXT_DELTA_NAMING = _QWEN3_NEXT_NAMING._replace(
         "attention.dt_bias": "linear_attn.dt_bias",
     },
 )
+_INKLING_NAMING = Naming(
+    layers="model.layers",
+    ends={
+        "tok_embeddings": "model.embed_tokens",
+        "embed_norm": "model.embed_tokens.embed_norm",
+        "norm": "model.norm",
+        "output": "lm_head",
+    },
+    block={
+        "attention_norm": "input_layernorm",
+        "attention.wq": "self_attn.q_proj",
+        "attention.wk": "self_attn.k_proj",
+        "attention.wv": "self_attn.v_proj",
+        "attention.wo": "self_attn.o_proj",
+        "attention.q_norm": "self_attn.q_norm",
+        "attention.k_norm": "self_attn.k_norm",
+        "attention.relative.wr": "self_attn.r_proj",
+        "attention.canon_k": "self_attn.k_sconv.conv1d",
+        "attention.canon_v": "self_attn.v_sconv.conv1d",
+        "canon_o": "attn_sconv.conv1d",
+        "ffn_norm": "post_attention_layernorm",
+        "feed_forward.w1": "mlp.gate_proj",
+        "feed_forward.w3": "mlp.up_proj",
+        "feed_forward.w2": "mlp.down_proj",
+        "canon_f": "mlp_sconv.conv1d",
+    },
+    bare={
+        "attention.relative.profiles.weight": "self_attn.rel_logits_proj.proj",
+        "feed_forward.scale": "mlp.global_scale",  # which ours lacks: hf/inkling.py
+    },
+)
 _OLMO2_NAMING = LLAMA_NAMING._replace(
     block={
         **LLAMA_NAMING.block,
@@ -606,6 +696,7 @@ _NAMINGS = {
     QWEN3_NEXT: _QWEN3_NEXT_NAMING,
     "olmo2": _OLMO2_NAMING,
     OLMO_HYBRID: _OLMO2_NAMING,
+    INKLING: _INKLING_NAMING,
 }
 _DELTA_NAMINGS = {QWEN3_NEXT: _QWEN3_NEXT_DELTA_NAMING, OLMO_HYBRID: _OLMO_LINEAR_NAMING}
 """Of layers of GatedDeltaNet, in classes that have both kinds."""
@@ -702,9 +793,10 @@ def _translate(name: str, layers: str, target: Naming) -> str:
         if number:
             prefix = f"{target.layers}.{number}."
             names = target.block
-        if not leaf:
-            names = target.bare
-        if module in names:
+        # a tensor by its whole name, or a module
+        if f"{module}{leaf}" in target.bare:
+            return f"{prefix}{target.bare[f'{module}{leaf}']}"
+        if leaf and module in names:
             return f"{prefix}{names[module]}{leaf}"
 
     raise ValueError(f"{name} is not a parameter of these models")
@@ -756,10 +848,13 @@ def _extension(args: ModelArgs, names: tuple[str, ...]) -> dict[str, Any]:
 
 def plain_fields(args: ModelArgs) -> dict[str, Any] | None:
     """Return a config.json for a standard class of transformers, None if none computes `args`."""
-    # The standard classes have RMSNorm, no Canon layers, no document mask and no smear.
     kinds = list(args.kinds.values())
+    if all(kind.bias_extent for kind in kinds):
+        return _inkling_fields(args)
+
+    # Other standard classes have RMSNorm, no Canon layers, no document mask and no smear.
     has_canon = any(kind.canon_set for kind in kinds)
-    if has_canon or args.document_mask or args.smear or args.norm != "rmsnorm":
+    if has_canon or args.document_mask or args.smear or args.norm != "rmsnorm" or args.embed_norm:
         return None
     (first, *others) = kinds
     has_input_norms = all(kind.norm_place == "input" for kind in kinds)
@@ -873,6 +968,10 @@ def unknown(config: Mapping[str, Any]) -> list[str]:
     if config.get("model_type") == OLMO_HYBRID:
         known = {*_OLMO_HYBRID_DEFAULTS, *_OLMO_HYBRID_SIZES, *_OLMO_HYBRID_FIXED, "rope_theta"}
         return sorted(names - known - _OLMO_HYBRID_CHANGES_NOTHING)
+    if config.get("model_type") == INKLING:
+        known = {*_INKLING_DEFAULTS, *_INKLING_OTHERS, *_INKLING_CHANGES_NOTHING}
+        known |= {*_INKLING_ALIASES, "tie_word_embeddings", "attention_dropout"}
+        return sorted(names - known)
     return sorted(names - DEFAULTS.keys())
 
 
@@ -896,6 +995,8 @@ def to_args(config: Mapping[str, Any]) -> ModelArgs:
         args = _olmo_hybrid_args(config, extension)
     elif config.get("model_type") == QWEN3_NEXT:
         args = _qwen3_next_args(config, extension)
+    elif config.get("model_type") == INKLING:
+        args = _inkling_args(config, extension)
     else:
         args = _llama_args(config, extension)
 
@@ -1501,6 +1602,191 @@ def _olmo_hybrid_fields(args: ModelArgs) -> dict[str, Any] | None:
     if extension:
         config[EXTENSION] = extension
     return config
+
+
+def _inkling_args(config: Mapping[str, Any], extension: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ModelArgs that are in an InklingTextConfig's config.json itself."""
+    checked(EXTENSION, extension, dict)
+    values = _inkling_values(config)
+    _check_inkling(values)
+
+    # What layers of each type are; a window has as many distances as tokens.
+    sections: dict[str, dict[str, Any]] = {
+        "full": {
+            "num_heads": values["num_attention_heads"],
+            "num_kv_heads": values["num_key_value_heads"],
+            "relative_extent": values["rel_extent"],
+        },
+        "sliding": {
+            "num_heads": values["swa_num_attention_heads"],
+            "num_kv_heads": values["swa_num_key_value_heads"],
+            "window": values["sliding_window_size"],
+        },
+    }
+    args = {ours: values[theirs] for theirs, ours in _SAME_IN_INKLING.items()} | _INKLING_MODEL
+    layer_types = _inkling_layer_types(values)
+    names = ["sliding" if name == HYBRID_SLIDING else "full" for name in layer_types]
+    for name in dict.fromkeys(names):
+        _check_inkling_heads(values, sections[name]["num_heads"], name)
+    if len({*names}) == 1:
+        return args | sections[names[0]]
+    return args | {"pattern": _repeated(names), "layers": sections}
+
+
+def _inkling_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of an InklingTextConfig, those of our models with checked types."""
+    values = _INKLING_DEFAULTS | dict(config)
+    for alias, name in _INKLING_ALIASES.items():
+        if config.get(alias) is not None:
+            values[name] = config[alias]
+    for name, default in _INKLING_DEFAULTS.items():
+        values[name] = checked(name, values[name], type(default))
+    return values
+
+
+def inkling_multiplier(config: Mapping[str, Any]) -> float:
+    """Return what an Inkling divides the hidden states by before its head."""
+    multiplier: float = _inkling_values(config)["logits_mup_width_multiplier"]
+    return multiplier
+
+
+def _check_inkling(values: Mapping[str, Any]) -> None:
+    """Raise UserError for an option of Inkling's that our models do not have."""
+    num_layers = values["num_hidden_layers"]
+    if num_layers > _MAX_LAYERS_BY_NAME:
+        raise_unsupported(
+            "num_hidden_layers", num_layers, f"expected at most {_MAX_LAYERS_BY_NAME}"
+        )
+    if values["hidden_act"] not in ("silu", "relu2"):
+        raise_unsupported("hidden_act", values["hidden_act"], "expected silu or relu2")
+    if values["logits_mup_width_multiplier"] <= 0:
+        multiplier = values["logits_mup_width_multiplier"]
+        raise_unsupported("logits_mup_width_multiplier", multiplier, "expected a number above 0")
+
+    for name in ("attention_dropout", "tie_word_embeddings"):
+        if values.get(name):
+            raise_unsupported(name, values[name], "unsupported")
+    reasons = {
+        "log_scaling_n_floor": "our scores have no factor that grows with the position",
+        "num_mtp_layers": "our models have no layers that predict later tokens",
+    }
+    for name, reason in reasons.items():
+        if values.get(name) is not None:
+            raise_unsupported(name, values[name], f"expected null: {reason}")
+
+    # Ids without logits: the class reads them, and ours has a logit of each.
+    unpadded = values.get("unpadded_vocab_size")
+    if unpadded not in (None, values["vocab_size"]):
+        raise_unsupported(
+            "unpadded_vocab_size", unpadded, f"expected null or vocab_size = {values['vocab_size']}"
+        )
+
+    # by default, all layers have experts
+    ffn_types = values.get("mlp_layer_types")
+    if ffn_types != ["dense"] * num_layers:
+        raise_unsupported(
+            "mlp_layer_types",
+            ffn_types,
+            f'expected {num_layers} times "dense": its router also weighs the shared experts, '
+            "ours does not",
+        )
+
+
+def _check_inkling_heads(values: Mapping[str, Any], num_heads: int, kind: str) -> None:
+    """Raise UserError unless the heads of this kind of layer are as wide as the hidden state."""
+    name = "swa_head_dim" if kind == "sliding" else "head_dim"
+    if values[name] * num_heads != values["hidden_size"]:
+        expected = values["hidden_size"] / num_heads
+        raise_unsupported(name, values[name], f"expected hidden_size / heads = {expected:g}")
+
+
+def _inkling_layer_types(values: Mapping[str, Any]) -> list[str]:
+    """Return HYBRID or HYBRID_SLIDING for each layer; by default every sixth is HYBRID."""
+    num_layers = values["num_hidden_layers"]
+    layer_types = values.get("layer_types")
+    if layer_types is None:
+        sliding = values.get("local_layer_ids")
+        if sliding is None:
+            sliding = [number for number in range(num_layers) if (number + 1) % 6]
+        sliding = checked("local_layer_ids", sliding, list)
+        layer_types = [
+            HYBRID_SLIDING if number in sliding else HYBRID for number in range(num_layers)
+        ]
+
+    checked("layer_types", layer_types, list)
+    has_others = any(name not in (HYBRID, HYBRID_SLIDING) for name in layer_types)
+    if has_others or len(layer_types) != num_layers:
+        raise_unsupported(
+            "layer_types", layer_types, f"expected {num_layers} of {HYBRID} or {HYBRID_SLIDING}"
+        )
+    return layer_types
+
+
+def _inkling_fields(args: ModelArgs) -> dict[str, Any] | None:
+    """Return a config.json for InklingForCausalLM, None if it does not compute `args`.
+
+    All layers have learned biases.
+    """
+    kinds = list(args.kinds.values())
+    first = kinds[0]
+    if first.mixer != "attention" or first.ffn != "gated":
+        return None
+
+    # Layers differ in window, heads and distances only, and are Inkling's in all else.
+    plain_kinds = {
+        replace(kind, window=0, relative_extent=0, num_heads=first.num_heads, num_kv_heads=0)
+        for kind in kinds
+    }
+    free = (*_SAME_IN_INKLING.values(), *_CHANGES_TRAINING, "num_heads", "rope_theta")
+    inkling = ModelArgs(**_INKLING_MODEL, **{name: getattr(first, name) for name in free})
+    if plain_kinds != {inkling}:
+        return None
+
+    # One kind of layer with a window and one without; all distances in a window have a bias.
+    sliding_kinds = {_inkling_sizes(kind) for kind in kinds if kind.window}
+    full_kinds = {_inkling_sizes(kind) for kind in kinds if not kind.window}
+    has_all_biases = all(kind.bias_extent == kind.window for kind in kinds if kind.window)
+    if len(sliding_kinds) > 1 or len(full_kinds) > 1 or not has_all_biases:
+        return None
+    # without layers of a kind, its sizes are of no importance
+    (full,) = full_kinds or sliding_kinds
+    (sliding,) = sliding_kinds or full_kinds
+
+    config: dict[str, Any] = {
+        "architectures": ["InklingForCausalLM"],
+        "model_type": INKLING,
+        **{theirs: getattr(first, ours) for theirs, ours in _SAME_IN_INKLING.items()},
+        "num_attention_heads": full.num_heads,
+        "num_key_value_heads": full.kv_heads,
+        "head_dim": full.head_dim,
+        "rel_extent": full.num_distances,
+        "swa_num_attention_heads": sliding.num_heads,
+        "swa_num_key_value_heads": sliding.kv_heads,
+        "swa_head_dim": sliding.head_dim,
+        "sliding_window_size": sliding.num_distances,
+        "layer_types": [HYBRID_SLIDING if kind.window else HYBRID for kind in args.layer_args],
+        "mlp_layer_types": ["dense"] * args.num_layers,
+        "logits_mup_width_multiplier": 1.0,
+        "tie_word_embeddings": False,
+        **dict.fromkeys(TOKEN_IDS),  # not the ids of the class's own vocabulary
+    }
+    extension = _extension(first, _CHANGES_TRAINING)
+    if extension:
+        config[EXTENSION] = extension
+    return config
+
+
+class _InklingSizes(NamedTuple):
+    """What all layers of Inkling with a window share, or all without."""
+
+    num_heads: int
+    kv_heads: int
+    head_dim: int
+    num_distances: int
+
+
+def _inkling_sizes(layer: ModelArgs) -> _InklingSizes:
+    return _InklingSizes(layer.num_heads, layer.kv_heads, layer.head_dim, layer.bias_extent)
 
 
 def checked(name: str, value: Any, expected_type: Any) -> Any:

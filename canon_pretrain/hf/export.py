@@ -29,9 +29,10 @@ from canon_pretrain.checkpoint.architecture import find_checkpoint, model_args_o
 from canon_pretrain.core import files as disk
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.tokenizer import SENTENCEPIECE_FILE, Tokenizer
-from canon_pretrain.hf import writing
+from canon_pretrain.hf import inkling, qwen3_next, writing
 from canon_pretrain.hf.config import (
     ARCHITECTURE,
+    INKLING,
     MAMBA2,
     MODEL_TYPE,
     QWEN3_NEXT,
@@ -42,7 +43,6 @@ from canon_pretrain.hf.config import (
     to_hf,
 )
 from canon_pretrain.hf.loading import find_tokenizer, run_data
-from canon_pretrain.hf.qwen3_next import to_class
 from canon_pretrain.hf.reading import CONFIG, interleave_orders, meta_weights
 from canon_pretrain.hf.tokenizer_files import llama_cpp_reads, sentencepiece_file, tokenizer_files
 from canon_pretrain.model.args import ModelArgs, map_mixers
@@ -185,8 +185,8 @@ def _stored(
     if model_type != MODEL_TYPE:
         orders = interleave_orders(args)
 
-    # Qwen3-Next's gains are less 1, and must not be rounded before
-    loaded_dtype = torch.float32 if model_type == QWEN3_NEXT else dtype
+    # Qwen3-Next's gains are less 1, Inkling's are multiplied: they must not be rounded before
+    loaded_dtype = torch.float32 if model_type in (QWEN3_NEXT, INKLING) else dtype
     for name, tensor in weights.stream_weights(checkpoint, like, loaded_dtype):
         if not tensor.to(dtype).isfinite().all():
             raise UserError(
@@ -204,8 +204,10 @@ def _in_class(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors by our names as those of the class of `model_type`."""
     if model_type == QWEN3_NEXT:
-        yield from to_class(tensors, args)
+        yield from qwen3_next.to_class(tensors, args)
         return
+    if model_type == INKLING:
+        tensors = inkling.to_class(tensors, args)
     for name, tensor in tensors:
         parts = conv_parts(name, model_type, args)
         if parts:
@@ -412,6 +414,9 @@ _SERVERS = {
 }
 # read in vLLM's code (2026, commit 002d607): set_moe_parameters of its class raises without experts
 _NO_EXPERTS = "vLLM refuses this class without experts; transformers runs it."
+_INKLING = """\
+The class is new (transformers 5.23 has it), and whether a server has it was not tried.
+"""
 _WINDOWS = """\
 Not every server reads `sliding_window` of this class: compare logits with transformers' first.
 """
@@ -511,14 +516,15 @@ def _serving_text(args: ModelArgs, tokenizer: Tokenizer | None) -> str:
         servers = _SERVERS.get(model_type, "vLLM, SGLang and llama.cpp serve")
         if has_window:
             servers = "vLLM and SGLang serve"
-        serving = f"{servers} it like any model of that class."
+        servers_say = f"{servers} it like any model of that class."
         if model_type == QWEN3_NEXT:
             servers = ""
-            serving = _NO_EXPERTS
-        texts = [
-            f"A standard {config['architectures'][0]}, without custom code.\n{serving}\n",
-        ]
-        if has_window and model_type != "mistral":
+            servers_say = _NO_EXPERTS
+        elif model_type == INKLING:
+            servers = ""
+            servers_say = _INKLING
+        texts = [f"A standard {config['architectures'][0]}, without custom code.\n{servers_say}\n"]
+        if servers and has_window and model_type != "mistral":
             texts.append(_WINDOWS)
         if "llama.cpp" in servers and tokenizer is not None and not llama_cpp_reads(tokenizer):
             texts.append(_NO_GGUF)

@@ -36,7 +36,7 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import fsync_folder, publish, read_json, write_atomic
 from canon_pretrain.data.tokenizer import FILE_NAMES
 from canon_pretrain.hf import config as fields
-from canon_pretrain.hf import lingua
+from canon_pretrain.hf import inkling, lingua
 from canon_pretrain.hf.config import QWEN3_NEXT, layout, to_hf
 from canon_pretrain.hf.qwen3_next import Packed, is_centered, packed_tensors
 from canon_pretrain.hf.writing import INDEX, folder_beside, unflatten
@@ -243,7 +243,10 @@ def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
     model_type = str(config.get("model_type"))
 
     # Read the tensors that the config describes, and remember the names of others.
-    expected_weights = meta_weights(args)
+    our_shapes = {name: tensor.shape for name, tensor in meta_weights(args).items()}
+    expected_shapes = our_shapes
+    if model_type == fields.INKLING:
+        expected_shapes = inkling.their_shapes(our_shapes, args)
     weights: dict[str, Tensor] = {}
     unknown_names: list[str] = []
     packed_by_name: dict[str, Packed] = {}
@@ -258,7 +261,7 @@ def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
         name = stored.our_name
         if args.tie_embeddings and name == "output.weight":  # stored twice by some writers
             name = "tok_embeddings.weight"
-        if name is None or name not in expected_weights:
+        if name is None or name not in expected_shapes:
             is_ignored = stored.name.endswith(_TABLES)
             if model_type == QWEN3_NEXT:
                 is_ignored = stored.name.startswith(_MULTI_TOKEN)
@@ -266,7 +269,7 @@ def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
                 unknown_names.append(stored.name)
             continue
 
-        tensor = _read_checked(stored, expected_weights[name].shape, source)
+        tensor = _read_checked(stored, expected_shapes[name], source)
         if name in weights and not torch.equal(weights[name], tensor):
             head = to_hf("output.weight", model_type)
             embedding = to_hf(name, model_type)
@@ -277,7 +280,7 @@ def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
         weights[name] = tensor
 
     # Config and tensors must describe one model.
-    missing_names = [name for name in expected_weights if name not in weights]
+    missing_names = [name for name in expected_shapes if name not in weights]
     if not is_lingua:
         names = {part.name: p.name for p in packed_by_name.values() for part in p.parts}
         missing_names = [names.get(name) or to_hf(name, model_type, args) for name in missing_names]
@@ -303,7 +306,9 @@ def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
     if not is_lingua and layout(config) == fields.HUGGINGFACE:
         for name, order in interleave_orders(args).items():
             weights[name] = weights[name][order]
-    return {name: weights[name] for name in expected_weights}
+    if model_type == fields.INKLING:
+        weights = inkling.to_ours(weights, args, fields.inkling_multiplier(config))
+    return {name: weights[name] for name in our_shapes}
 
 
 def _read_checked(stored: "_StoredTensor", shape: torch.Size, source: Path) -> Tensor:

@@ -15,7 +15,7 @@ from canon_pretrain.model.mixer_table import RECURRENT, RecurrentMixer, Widths, 
 
 MIXERS = ("attention", *RECURRENT)
 ROTARY = ("rope", "partial_rope_a", "partial_rope_b", "partial_rope_c")
-POSITIONS = ("rope", "nope", "alibi", "h_alibi", *ROTARY[1:])
+POSITIONS = ("rope", "nope", "alibi", "h_alibi", "relative", *ROTARY[1:])
 CANON_SITES = "ABCDFKOQV"
 """The places of a convolution: those of the paper (A to D), Q, K and V, which are parts of B, and
 the outputs of mixer (O) and feed-forward (F), before they are added (Inkling's: K, V, O, F)."""
@@ -23,6 +23,8 @@ the outputs of mixer (O) and feed-forward (F), before they are added (Inkling's:
 SMEAR_REACH = 1
 SMEAR_DIM = 12
 """The first channels of an embedding, which its gate depends on."""
+FULL_EXTENT = 1024
+"""Distances with a bias in position = "relative" without a window, Inkling's rel_extent."""
 MIXER_SITES = "BQKV"
 """Those inside the mixer."""
 FFN_SITES = "CDF"
@@ -149,12 +151,19 @@ class ModelArgs:
     # half of each one's dims; b a quarter of the heads, all dims; c all heads, partial_rope_dim of
     # each one's dims. alibi adds -2^(-8h/H) per token of distance to the scores of head h (1 .. H);
     # in h_alibi head h of the first half, or h_alibi_heads, attends to the last h tokens only.
+    # relative adds a learned bias per token, head and distance (Inkling's, model/attention.py).
     position: Annotated[str, POSITIONS] = "rope"
-    """rope, nope, alibi, h_alibi, or partial_rope_a, _b, _c (the paper's Figure 22)."""
+    """rope, nope, alibi, h_alibi, relative (Inkling's), or partial_rope_a, _b, _c (the paper's
+    Figure 22)."""
     partial_rope_dim: Size = 0
     """Rotated dims per head in partial_rope_c; 0: a quarter."""
     h_alibi_heads: Size = 0
     """Heads with a window in h_alibi, the first ones; 0: half of them (the paper's)."""
+    relative_dim: Count = 16
+    """Channels per head of which relative makes the biases (Inkling's: 16)."""
+    relative_extent: Size = 0
+    """Distances with a bias in relative, from 0 on; 0: the window, or 1024 without one
+    (Inkling's)."""
     rope_theta: Positive = 10000.0
     window: Size = 0
     """Number of last tokens that attention sees, the token itself included; 0: all."""
@@ -187,6 +196,8 @@ class ModelArgs:
     attention_gate: Annotated[str, ("none", "per_channel")] = "none"
     """none; per_channel: what attention returns, times sigmoid of a linear layer of its input, for
     each head and channel (arXiv 2505.06708, elementwise at G1; Qwen3-Next)."""
+    embed_norm: bool = False
+    """Normalize the embeddings (Inkling's)."""
     smear: bool = False
     """Add to each embedding that of the token before, times a learned gate (modded-nanogpt's)."""
     tie_embeddings: bool = False
@@ -239,6 +250,8 @@ class ModelArgs:
             object.__setattr__(self, "h_alibi_heads", 0)
         if 4 * self.partial_rope_dim == self.head_dim:
             object.__setattr__(self, "partial_rope_dim", 0)
+        if self.relative_extent == (self.window or FULL_EXTENT):
+            object.__setattr__(self, "relative_extent", 0)
 
     @property
     def layer_names(self) -> list[str]:
@@ -401,6 +414,13 @@ class ModelArgs:
         return self.h_alibi_heads or self.num_heads // 2
 
     @property
+    def bias_extent(self) -> int:
+        """Number of distances with a learned bias, from 0 on; 0 if there is none."""
+        if self.position != "relative":
+            return 0
+        return self.relative_extent or self.window or FULL_EXTENT
+
+    @property
     def rope_share(self) -> int:
         """One in this many heads rotates, of q and of k: the first ones."""
         return _HEADS_PER_ROTATED.get(self.position, 1)
@@ -444,6 +464,13 @@ def _layer_args(args: ModelArgs, name: str) -> ModelArgs:
         if unused not in overrides:
             values[unused] = getattr(ModelArgs, unused)
     return ModelArgs(**values)
+
+
+def without_positions(args: ModelArgs) -> ModelArgs:
+    """Return `args` of a model whose layers are all of one kind, with position = "nope"."""
+    values = vars(args) | {"position": "nope"}
+    unused = [name for name, _ in _unused(values)]
+    return replace(args, position="nope", **{name: getattr(ModelArgs, name) for name in unused})
 
 
 def own_mixers(args: ModelArgs) -> list[str]:
@@ -517,6 +544,7 @@ NOT_OF_LAYERS = (
     "max_seq_len",
     "norm",
     "norm_eps",
+    "embed_norm",
     "smear",
     "num_experts",
     "experts_per_token",
@@ -623,6 +651,9 @@ def _unused(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     position = values["position"]
     if position != "h_alibi":
         yield "h_alibi_heads", f'position = "h_alibi", not "{position}"'
+    if position != "relative":
+        for name in ("relative_dim", "relative_extent"):
+            yield name, f'position = "relative", not "{position}"'
     if not values["mimetic_init"]:
         yield "mimetic_rate", "mimetic_init = true"
 
@@ -708,6 +739,13 @@ def _check_position(args: ModelArgs) -> None:
     if args.h_alibi_heads > args.num_heads:
         raise _out_of_range(
             "h_alibi_heads", args.h_alibi_heads, f"at most num_heads = {args.num_heads}, or 0"
+        )
+
+    if args.window and args.bias_extent > args.window:
+        raise _out_of_range(
+            "relative_extent",
+            args.relative_extent,
+            f"at most the window, {args.window}, or 0 for as many",
         )
 
     # half of H-ALiBi's heads have a window; one in `rope_share` heads rotates, of q and of k

@@ -3,7 +3,8 @@
 Three implementations: PyTorch's scaled_dot_product_attention (SDPA), flex attention, the package
 flash_attn. The packages of FlashAttention 3 and 4 replace SDPA's flash kernel.
 
-Shapes: B batch, T queries, S keys, H heads, G key-value heads, K head dim.
+Shapes: B batch, T queries, S keys, H heads, G key-value heads, K head dim, E distances with a
+learned bias.
 """
 
 import functools
@@ -67,19 +68,24 @@ _FLASH = SDPBackend.FLASH_ATTENTION
 _OTHERS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _CUDNN_FIRST = [_CUDNN, _FLASH, *_OTHERS]
 _FLASH_FIRST = [_FLASH, _CUDNN, *_OTHERS]
+# flash kernels take no bias, and cuDNN's has no gradient of it
+_WITH_BIAS = _OTHERS
 _SDPA_ORDERS = {
     **dict.fromkeys(BACKENDS, _CUDNN_FIRST),
     **dict.fromkeys(("flash", *FLASH_IMPLS), _FLASH_FIRST),
 }
 
+HIDDEN = -1
+"""In a mask of distances, that of keys which a query may not attend to."""
+
 
 class Attend(nn.Module):
     """The attention of one model, without parameters; `backend` is one of BACKENDS.
 
-    `auto`: SDPA, but flex on a GPU for ALiBi, H-ALiBi, windows and segments; `flex`: also on a CPU,
-    forward only. `cudnn` and `flash`: SDPA with that kernel first (`auto`: cuDNN's); `fa3` and
-    `fa4`: `flash` by that package, process-wide. With a cache SDPA replaces flex. Raises UserError
-    for a backend that can't compute this model.
+    `auto`: SDPA, but flex on a GPU for ALiBi, H-ALiBi, learned biases, windows and segments;
+    `flex`: also on a CPU, forward only. `cudnn` and `flash`: SDPA with that kernel first (`auto`:
+    cuDNN's), unless biases are learned; `fa3` and `fa4`: `flash` by that package, process-wide.
+    With a cache SDPA replaces flex. Raises UserError for a backend that can't compute this model.
     """
 
     def __init__(self, args: ModelArgs, backend: str = "auto") -> None:
@@ -88,13 +94,15 @@ class Attend(nn.Module):
         self.args = args
         self.backend = backend
         self.num_windowed = args.num_windowed
+        self.is_relative = args.position == "relative"
 
     def implementation(self, device_type: str, *, masked: bool) -> str:
         """Return "sdpa", "flex" or a package; `masked`: the batch has segments."""
         if self.backend in _PACKAGES:
             return self.backend
         # SDPA's fast kernels compute causal attention only
-        has_mask = self.args.position in ("alibi", "h_alibi") or self.args.window
+        has_bias = self.args.position in ("alibi", "h_alibi", "relative")
+        has_mask = has_bias or self.args.window
         needs_mask = masked or has_mask
         wants_flex = self.backend == "flex" or (self.backend == "auto" and device_type == "cuda")
         return "flex" if needs_mask and wants_flex else "sdpa"
@@ -104,15 +112,21 @@ class Attend(nn.Module):
         name = self.implementation(device_type, masked=self.args.document_mask)
         if name != "sdpa" or device_type != "cuda":
             return name
-        kernels = ", ".join(kernel.name.lower() for kernel in _SDPA_ORDERS[self.backend])
+        kernels = ", ".join(kernel.name.lower() for kernel in self._sdpa_order)
         return f"sdpa (the first that fits of {kernels})"
+
+    @property
+    def _sdpa_order(self) -> list[SDPBackend]:
+        """SDPA's kernels on a GPU, in the order of preference."""
+        return _WITH_BIAS if self.is_relative else _SDPA_ORDERS[self.backend]
 
     def mask(
         self, num_queries: int, segments_BS: Tensor | None, num_keys: int, device: torch.device
     ) -> Mask:
         """Return the mask of the last `num_queries` of `num_keys` tokens; None if plain causal.
 
-        A BlockMask for flex attention, else bool [B or 1, H or 1, T, S].
+        A BlockMask for flex attention, else bool [B or 1, H or 1, T, S]. With learned biases, the
+        distances of the keys in int64, or HIDDEN.
         """
         offset = num_keys - num_queries
         name = self.implementation(device.type, masked=segments_BS is not None)
@@ -128,23 +142,25 @@ class Attend(nn.Module):
         # SDPA has its own causal mask for a whole sequence, and a single query sees all keys: of a
         # window, the cache has no others.
         window = self.args.window
-        is_causal_only = segments_BS is None and not self.num_windowed
+        is_causal_only = segments_BS is None and not self.num_windowed and not self.is_relative
         if is_causal_only and offset == 0 and (not window or num_keys <= window):
             return None
         is_alibi_ring = window and offset and self.args.position == "alibi"
         if is_causal_only and num_queries == 1 and not is_alibi_ring:
             return None
 
+        # The keys, or those that a cache with a window returns.
         queries_T = torch.arange(offset, num_keys, device=device)
-        if not window or offset == 0:
-            return self._visible_keys(queries_T, torch.arange(num_keys, device=device), segments_BS)
-
-        # The keys that a cache with a window returns. ALiBi's bias knows the positions of others
-        # by their order only: it is added here.
-        keys_S = ring_positions(offset, num_queries, window, device)
+        keys_S = torch.arange(num_keys, device=device)
+        if window and offset:
+            keys_S = ring_positions(offset, num_queries, window, device)
         is_visible = self._visible_keys(queries_T, keys_S, segments_BS)
+        distance_TS = queries_T[:, None] - keys_S
+        if self.is_relative:
+            return torch.where(is_visible, distance_TS, HIDDEN)
+        # ALiBi's bias knows the positions of a ring's keys by their order only: it is added here.
         if is_alibi_ring:
-            return self._alibi_bias(queries_T[:, None] - keys_S, is_visible)
+            return self._alibi_bias(distance_TS, is_visible)
         return is_visible
 
     def _block_mask(
@@ -172,8 +188,8 @@ class Attend(nn.Module):
     def step_mask(self, position_1: Tensor, segments_BS: Tensor | None, num_keys: int) -> Tensor:
         """Return the mask of the token at `position_1` among keys that are not all read yet.
 
-        bool [B or 1, H or 1, 1, S]; of ALiBi, the bias in float32. With a window, the keys are the
-        slots of its ring.
+        bool [B or 1, H or 1, 1, S]; of ALiBi, the bias in float32; with learned biases, distances
+        as in `mask`. With a window, the keys are the slots of its ring.
         """
         window = self.args.window
         if window:
@@ -188,6 +204,8 @@ class Attend(nn.Module):
         else:
             keys_S = torch.arange(num_keys, device=position_1.device)
             is_visible = self._visible_keys(position_1, keys_S, segments_BS)
+        if self.is_relative:
+            return torch.where(is_visible, position_1 - keys_S, HIDDEN)
         if self.args.position == "alibi":
             return self._alibi_bias(position_1 - keys_S, is_visible)
         return is_visible
@@ -217,8 +235,18 @@ class Attend(nn.Module):
             self.args.window,
         )
 
-    def forward(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: Mask) -> Tensor:
-        """Return the output of each head, [B, T, H, K]; `mask` is from `mask()`."""
+    def forward(
+        self,
+        q_BTHK: Tensor,
+        k_BSGK: Tensor,
+        v_BSGK: Tensor,
+        mask: Mask,
+        biases_BTHE: Tensor | None = None,
+    ) -> Tensor:
+        """Return the output of each head, [B, T, H, K]; `mask` is from `mask()`.
+
+        `biases_BTHE`: the learned bias of each query's score at each distance, 0 beyond them.
+        """
         if self.backend == "flash_attn" and mask is None:
             slopes_H = None
             if self.args.position == "alibi":
@@ -230,14 +258,18 @@ class Attend(nn.Module):
             return _flash_attn_func()(q_BTHK, k_BSGK, v_BSGK, **options)
 
         # SDPA and flex attention expect the heads before the tokens.
-        attend = self._flex if isinstance(mask, BlockMask) else self._sdpa
         q_BHTK = q_BTHK.transpose(1, 2)
         k_BGSK = k_BSGK.transpose(1, 2)
         v_BGSK = v_BSGK.transpose(1, 2)
-        return attend(q_BHTK, k_BGSK, v_BGSK, mask).transpose(1, 2)
+        if isinstance(mask, BlockMask):
+            return self._flex(q_BHTK, k_BGSK, v_BGSK, mask, biases_BTHE).transpose(1, 2)
+        if biases_BTHE is not None:
+            assert mask is not None  # distances
+            mask = _biases_of_scores(biases_BTHE, mask)
+        return self._sdpa(q_BHTK, k_BGSK, v_BGSK, mask).transpose(1, 2)
 
     def _sdpa(self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Any) -> Tensor:
-        """Return the output of each head, [B, H, T, K]; `mask` is bool, ALiBi's bias, or None."""
+        """Return the output of each head, [B, H, T, K]; `mask` is bool, a bias, or None."""
         dtype = q_BHTK.dtype
         num_queries = q_BHTK.shape[2]
         num_keys = k_BGSK.shape[2]
@@ -260,7 +292,7 @@ class Attend(nn.Module):
         # in the order of preference; on a CPU there is no choice
         kernels: AbstractContextManager[None] = nullcontext()
         if q_BHTK.is_cuda:
-            kernels = sdpa_kernel(_SDPA_ORDERS[self.backend], set_priority=True)
+            kernels = sdpa_kernel(self._sdpa_order, set_priority=True)
         with kernels:
             y_BHTK = F.scaled_dot_product_attention(
                 q_BHTK,
@@ -279,13 +311,24 @@ class Attend(nn.Module):
         slopes_H11 = alibi_slopes(self.args.num_heads, distance.device)[:, None, None].to(dtype)
         return (-slopes_H11 * distance).masked_fill(~is_visible, -torch.inf)
 
-    def _flex(self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Any) -> Tensor:
+    def _flex(
+        self,
+        q_BHTK: Tensor,
+        k_BGSK: Tensor,
+        v_BGSK: Tensor,
+        mask: Any,
+        biases_BTHE: Tensor | None,
+    ) -> Tensor:
         num_heads = self.args.num_heads
 
         def add_alibi(score: Tensor, b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
             # as in `alibi_slopes`, with heads from 0 on; s - t is the negative distance
             slope = torch.exp2(-8.0 * (h + 1) / num_heads)
             return score + slope * (s - t)
+
+        score_mod = add_alibi if self.args.position == "alibi" else None
+        if biases_BTHE is not None:
+            score_mod = _adding(biases_BTHE)
 
         # within a compiled block it is compiled anyway; on a CPU it is not compiled
         flex: Any = flex_attention
@@ -295,10 +338,36 @@ class Attend(nn.Module):
             q_BHTK,
             k_BGSK,
             v_BGSK,
-            score_mod=add_alibi if self.args.position == "alibi" else None,
+            score_mod=score_mod,
             block_mask=mask,
             enable_gqa=self.args.kv_heads != num_heads,
         )
+
+
+def _adding(biases_BTHE: Tensor) -> Callable[..., Tensor]:
+    """Return the function by which flex attention adds the bias of a score."""
+    num_distances = biases_BTHE.shape[-1]
+
+    def add_learned(score: Tensor, b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
+        # s > t, which the mask hides, is no index either
+        distance = t - s
+        near = biases_BTHE[b, t, h, distance.clamp(0, num_distances - 1)]
+        return score + torch.where(distance < num_distances, near, 0.0)
+
+    return add_learned
+
+
+def _biases_of_scores(biases_BTHE: Tensor, distance: Tensor) -> Tensor:
+    """Return the bias of each score, [B, H, T, S]; -inf of keys that are HIDDEN.
+
+    `distance`: of the keys, int64 [B or 1, 1, T, S].
+    """
+    # beyond the last distance the bias is 0
+    padded_BHTX = F.pad(biases_BTHE, (0, 1)).transpose(1, 2)
+    num_rows, _, num_heads, beyond = biases_BTHE.shape
+    index_BHTS = distance.clamp(0, beyond).expand(num_rows, num_heads, -1, -1)
+    bias_BHTS = padded_BHTX.gather(-1, index_BHTS)
+    return bias_BHTS.masked_fill(distance == HIDDEN, -torch.inf)
 
 
 def _is_visible(
@@ -376,7 +445,8 @@ def check_backend_fits(args: ModelArgs, backend: str) -> None:
     if args.window and (backend in FLASH_IMPLS or args.position == "alibi"):
         raise _unsupported(backend, "window")
 
-    if args.position == "h_alibi" or (args.position == "alibi" and backend in FLASH_IMPLS):
+    has_no_kernel = args.position in ("h_alibi", "relative")
+    if has_no_kernel or (args.position == "alibi" and backend in FLASH_IMPLS):
         raise _unsupported(backend, args.position)
     if args.document_mask:
         raise _unsupported(backend, "document_mask")

@@ -4,11 +4,13 @@
 transformers' `Qwen3NextAttention`: Y' = Y * sigmoid(X W_g), where Y is the output of all heads,
 before the output projection, and X the input of the layer.
 
+Learned biases of scores by distance are those of Inkling, `InklingRelativeLogits` of transformers.
+
 Rotation is of interleaved pairs (0,1), (2,3), .. as torchtitan's and lingua's, in real arithmetic:
 torch.compile generates no code for complex numbers.
 
 Shapes: B batch, T tokens, S tokens seen, D hidden, H heads, G key-value heads, K head dim, R
-rotated pairs of a head (rope_dim / 2).
+rotated pairs of a head (rope_dim / 2), C channels of relative states, E distances with a bias.
 """
 
 from collections.abc import Callable
@@ -103,8 +105,29 @@ class Rope(nn.Module):
 
 
 def num_readers(args: ModelArgs) -> int:
-    """Return how many linear layers read the input of attention: wq, wk, wv, and the gate's."""
-    return 3 if args.attention_gate == "none" else 4
+    """Return how many linear layers read the input of attention: wq, wk, wv, and further ones."""
+    has_gate = args.attention_gate != "none"
+    has_biases = args.position == "relative"
+    return 3 + has_gate + has_biases
+
+
+class RelativeBias(nn.Module):
+    """The learned bias of each token's scores by distance, for each head.
+
+    Of token t and head h, r_C = wr x_t; its score with token t - d is increased by
+    profiles_d . r_C, from d = 0 up to E - 1, and by nothing beyond.
+    """
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.num_channels = args.relative_dim
+        self.wr = nn.Linear(args.dim, args.num_heads * args.relative_dim, bias=False)
+        self.profiles = nn.Linear(args.relative_dim, args.bias_extent, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Return the bias at each distance, [B, T, H, E]."""
+        r_BTHC = self.wr(x_BTD).unflatten(-1, (-1, self.num_channels))
+        return self.profiles(r_BTHC)
 
 
 class Attention(nn.Module):
@@ -144,22 +167,29 @@ class Attention(nn.Module):
         self.canon_k = make_canon("K", args, canon_backend)
         self.canon_v = make_canon("V", args, canon_backend)
         self.rope = rope
+        self.relative: RelativeBias | None = None
+        if args.position == "relative":
+            self.relative = RelativeBias(args)
         self.attend = attend
 
     def forward(self, x_BTD: Stream, context: Context = NO_CONTEXT) -> Tensor:
         """Return what is added to the residual stream, [B, T, D]."""
-        x_q, x_k, x_v, *x_gates = per_reader(x_BTD, self.readers)
+        x_q, x_k, x_v, *x_others = per_reader(x_BTD, self.readers)
         q_BTHK, k_BSGK, v_BSGK = self.heads(
             self.wq(x_q), self.wk(x_k), self.wv(x_v), context, source_BTD=x_q
         )
         if context.cache is not None:
             k_BSGK, v_BSGK = context.cache.append(k_BSGK, v_BSGK)
-        y = self.attend(q_BTHK, k_BSGK, v_BSGK, context.mask).flatten(-2)  # [B, T, H K]
+        if self.relative is None:
+            y_BTHK = self.attend(q_BTHK, k_BSGK, v_BSGK, context.mask)
+        else:
+            bias_BTHE = self.relative(x_others.pop())
+            y_BTHK = self.attend(q_BTHK, k_BSGK, v_BSGK, context.mask, bias_BTHE)
+        y = y_BTHK.flatten(-2)
 
         # y * sigmoid(wg x), for each head and channel
         if self.wg is not None:
-            (x_gate,) = x_gates
-            y = y * self.wg(x_gate).sigmoid()
+            y = y * self.wg(x_others.pop()).sigmoid()
         return self.wo(y)
 
     def heads(

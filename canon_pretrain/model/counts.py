@@ -29,6 +29,8 @@ def num_parameters(args: ModelArgs) -> int:
         number += count * layer_parameters(layer)
     if not args.tie_embeddings:
         number += embedding  # the output matrix
+    if args.embed_norm:
+        number += _norm_parameters(args)
     if args.smear:
         number += args.smear_dim + 1  # gate and scale
     return number
@@ -124,6 +126,8 @@ def _attention_parameters(args: ModelArgs) -> int:
         number += args.dim * q_dim
         if args.bias:
             number += q_dim
+    if args.bias_extent:  # wr and the profiles of the learned biases
+        number += args.relative_dim * (args.dim * args.num_heads + args.bias_extent)
     return number
 
 
@@ -138,7 +142,8 @@ def flops_per_token(args: ModelArgs, seq_len: int) -> int:
 
     N counts the token's own experts, T at most the window. A recurrence writes and reads a state of
     V columns instead of T keys and values: 12 L H K V, and 18 for the delta rule, which reads it
-    once more; chunks do more. Products of the user's own mixer are counted.
+    once more; chunks do more. Biases by distance multiply their C E parameters once per head.
+    Products of the user's own mixer are counted.
     """
     number = active_parameters(args)
     if not args.tie_embeddings:  # a tied embedding is also the output matrix
@@ -156,7 +161,9 @@ def _mixing_flops(layer: ModelArgs, seq_len: int) -> int:
     if layer.mixer == "attention":
         num_keys = min(seq_len, layer.window or seq_len)
         # q k^T and the sum of values are 2 FLOPs each per key and dim, 3 times with backward
-        return 12 * layer.num_heads * layer.head_dim * num_keys
+        flops = 12 * layer.num_heads * layer.head_dim * num_keys
+        # each head multiplies the profiles of biases by distance, which 6 N counts once
+        return flops + 6 * (layer.num_heads - 1) * layer.relative_dim * layer.bias_extent
     assert layer.recurrent is not None
     return _flops_per_state_element(layer.recurrent) * state_size(layer)
 
@@ -167,6 +174,8 @@ def flops_formula(args: ModelArgs) -> str:
         return "6(N - embeddings) + the mixing of each layer"
     if args.is_own_mixer:
         return "6(N - embeddings) + further products of the mixer, counted"
+    if args.bias_extent:
+        return "PaLM's formula, 6(N - embeddings) + 12LHKT, + 6LHCE of biases by distance"
     if args.window:
         return "PaLM's formula with a window of W tokens, 6(N - embeddings) + 12LHKW"
     if args.mixer == "attention":

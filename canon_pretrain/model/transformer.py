@@ -17,7 +17,7 @@ from canon_pretrain.kernels.backends import (
     check_mixer_backend,
     ffn_activation,
 )
-from canon_pretrain.model.args import MIXER_SITES, ModelArgs
+from canon_pretrain.model.args import MIXER_SITES, ModelArgs, without_positions
 from canon_pretrain.model.attend import Attend, Mask
 from canon_pretrain.model.attention import Attention, Rope
 from canon_pretrain.model.cache import (
@@ -254,7 +254,8 @@ def make_attend(args: ModelArgs, backend: str) -> Attend | None:
     if args.mixer == "attention":
         return Attend(args, backend)
     if mixer_class(args.mixer).reads_mask:
-        return Attend(args, "sdpa")  # whose masks are tensors, or None for causal attention
+        # whose masks are tensors, or None for causal attention; distances are of our biases only
+        return Attend(without_positions(args) if args.bias_extent else args, "sdpa")
     return None
 
 
@@ -316,6 +317,7 @@ class Transformer(nn.Module):
         weight_VD = torch.empty(args.vocab_size, args.dim)
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim, _weight=weight_VD)
 
+        self.embed_norm = make_norm(args) if args.embed_norm else None
         self.smear = Smear(args) if args.smear else None
 
         # Layers of one kind share their attention and its masks; layers with equal rotations, the
@@ -371,8 +373,10 @@ class Transformer(nn.Module):
         """
         contexts = self._contexts(tokens_BT, is_real_BT, cache)
 
-        # The smear's memory of the last embedding is with the first block's.
         h_BTD = self.tok_embeddings(tokens_BT)
+        if self.embed_norm is not None:
+            h_BTD = self.embed_norm(h_BTD)
+        # The smear's memory of the last embedding is with the first block's.
         if self.smear is not None:
             segments_BN = contexts[self.args.layer_names[0]].segments_BN
             first_cache = None if cache is None else cache.layers[0]

@@ -41,6 +41,8 @@ _POSITIONS = {
     "nope": "none (NoPE)",
     "alibi": "ALiBi",
     "h_alibi": "windows of 1 to {num_windowed} tokens in the first {num_windowed} heads (H-ALiBi)",
+    "relative": "biases of the scores at {bias_extent:,} distances, learned from {relative_dim} "
+    "channels of each head (Inkling's)",
     "partial_rope_a": "rotary in half of the heads and half of their dimensions",
     "partial_rope_b": "rotary in a quarter of the heads",
     "partial_rope_c": "rotary in {rope_dim} of the {head_dim} dimensions of each head",
@@ -191,6 +193,8 @@ def _architecture(args: ModelArgs) -> Iterator[Row]:
     vocabulary = [f"{args.vocab_size:,} tokens"]
     if args.tie_embeddings:
         vocabulary.append("input and output embeddings tied")
+    if args.embed_norm:
+        vocabulary.append("embeddings normalized")
     yield "vocabulary", ", ".join(vocabulary)
     if args.smear:
         yield (
@@ -223,6 +227,8 @@ def _layer(args: ModelArgs) -> Iterator[Row]:
         "head_dim": args.head_dim,
         "rope_dim": args.rope_dim,
         "num_windowed": args.num_windowed,
+        "bias_extent": args.bias_extent,
+        "relative_dim": args.relative_dim,
     }
     if args.is_own_mixer:
         name = args.mixer.rpartition("/")[2]

@@ -27,7 +27,7 @@ from canon_pretrain.kernels.backends import compile_options
 from canon_pretrain.kernels.graphs import base_of, results_of
 from canon_pretrain.kernels.traffic import estimate_work
 from canon_pretrain.kernels.work import Work
-from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.args import ModelArgs, without_positions
 from canon_pretrain.model.attend import Attend, Mask
 from canon_pretrain.model.attention import Rope
 from canon_pretrain.model.cache import Context, window_segments
@@ -62,20 +62,29 @@ def count_saved(forward: Callable[[], Tensor], modules: nn.Module) -> int:
 
 def block_bytes(args: ModelArgs, micro_batch: int, dtype: torch.dtype) -> int:
     """Return the bytes that a block that is not compiled keeps, with its input."""
-    # on a GPU, flex attention computes masks and ALiBi and saves what plain attention does
-    plain = dataclasses.replace(args, window=0)
-    if not args.rope_dim:
-        plain = dataclasses.replace(plain, position="nope")
+    # On a GPU, flex attention computes masks and ALiBi and saves what plain attention does. Learned
+    # biases, which it saves too, are an input of the opaque one.
+    plain = args
+    attend: type[Attend] = Attend
+    row_sum_bytes = 0
+    if args.bias_extent:
+        attend = OpaqueAttend
+        row_sum_bytes = 4 * args.num_heads * micro_batch * args.max_seq_len  # float32
+    else:
+        plain = dataclasses.replace(plain, window=0)
+        if not args.rope_dim:
+            plain = without_positions(plain)
     shape = (micro_batch, args.max_seq_len)
     with FakeTensorMode():
         with default_dtype(dtype):
-            block = _make_block(plain)
+            block = _make_block(plain, attend)
         h_BTD = torch.empty(*shape, args.dim, dtype=dtype, requires_grad=True)
         segments_BN = None
         if args.document_mask and args.reach:
             ids_BT = torch.zeros(shape, dtype=torch.int32)
             segments_BN = window_segments(ids_BT, args.max_seq_len, args.reach)
-        return count_saved(lambda: block(h_BTD, Context(segments_BN=segments_BN)), block)
+        saved_bytes = count_saved(lambda: block(h_BTD, Context(segments_BN=segments_BN)), block)
+        return saved_bytes + row_sum_bytes
 
 
 def head_bytes(args: ModelArgs, micro_batch: int, dtype: torch.dtype, loss: HeadLoss) -> int:
@@ -336,29 +345,29 @@ def seen_on_gpu() -> Iterator[None]:
         yield
 
 
+# `inputs`: q_BTHK, k_BTGK, v_BTGK and, if they are learned, biases_BTHE
 @torch.library.custom_op("canon_pretrain_opaque::attention", mutates_args=())
-def _attention(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor) -> Tensor:
-    return torch.empty_like(q_BTHK)
+def _attention(inputs: list[Tensor]) -> Tensor:
+    return torch.empty_like(inputs[0])
 
 
 @torch.library.custom_op("canon_pretrain_opaque::attention_backward", mutates_args=())
-def _attention_backward(
-    dy_BTHK: Tensor, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, y_BTHK: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q_BTHK), torch.empty_like(k_BTGK), torch.empty_like(v_BTGK)
+def _attention_backward(dy_BTHK: Tensor, inputs: list[Tensor], y_BTHK: Tensor) -> list[Tensor]:
+    return [torch.empty_like(tensor) for tensor in inputs]
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs, output)
+def _save_for_backward(ctx: Any, inputs: tuple[list[Tensor]], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[0], output)
 
 
-def _attention_gradients(ctx: Any, dy_BTHK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return _attention_backward(dy_BTHK.contiguous(), *ctx.saved_tensors)
+def _attention_gradients(ctx: Any, dy_BTHK: Tensor) -> list[Tensor]:
+    *inputs, y_BTHK = ctx.saved_tensors
+    return _attention_backward(dy_BTHK.contiguous(), inputs, y_BTHK)
 
 
-_attention.register_fake(lambda q, k, v: q.new_empty(q.shape))
+_attention.register_fake(lambda inputs: inputs[0].new_empty(inputs[0].shape))
 _attention_backward.register_fake(
-    lambda dy, q, k, v, y: (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
+    lambda dy, inputs, y: [tensor.new_empty(tensor.shape) for tensor in inputs]
 )
 _attention.register_autograd(_attention_gradients, setup_context=_save_for_backward)
 
@@ -366,5 +375,15 @@ _attention.register_autograd(_attention_gradients, setup_context=_save_for_backw
 class OpaqueAttend(Attend):
     """Attention as one opaque operator: the code before and after it is always the same."""
 
-    def forward(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: Mask) -> Tensor:
-        return _attention(q_BTHK.contiguous(), k_BSGK.contiguous(), v_BSGK.contiguous())
+    def forward(
+        self,
+        q_BTHK: Tensor,
+        k_BSGK: Tensor,
+        v_BSGK: Tensor,
+        mask: Mask,
+        biases_BTHE: Tensor | None = None,
+    ) -> Tensor:
+        inputs = [q_BTHK, k_BSGK, v_BSGK]
+        if biases_BTHE is not None:
+            inputs.append(biases_BTHE)
+        return _attention([tensor.contiguous() for tensor in inputs])

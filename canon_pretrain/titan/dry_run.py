@@ -29,6 +29,7 @@ from canon_pretrain.data.shards import ShardError, dtype_for
 from canon_pretrain.machine.gpus import GPUS, GPUS_PER_NODE, Gpu, Range, gpu_named, peak_flops
 from canon_pretrain.machine.memory import memory_per_process
 from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.attend import Attend
 from canon_pretrain.model.counts import (
     active_parameters,
     flops_formula,
@@ -229,13 +230,25 @@ def _activation_bytes(
             per_block = block_bytes(layer, micro_batch, dtype)
             if job.compile.enable:
                 per_block = round(CPU_FRACTION * per_block)
+        if layer.bias_extent and not _has_flex(job, layer, is_gpu=is_gpu):
+            # SDPA keeps the bias of each score, flex attention computes it again
+            per_block += tokens * layer.num_heads * args.max_seq_len * dtype.itemsize
         kept += [per_block] * count
 
     # Full checkpointing keeps each block's input, and all of the block that is being recomputed.
+    # The norm of the embeddings keeps these.
+    input_bytes = tokens * args.dim * dtype.itemsize
+    embed_bytes = input_bytes if args.embed_norm else 0
     if job.activation_checkpoint.mode == "full":
-        input_bytes = tokens * args.dim * dtype.itemsize
-        return args.num_layers * input_bytes + max(kept)
-    return sum(kept)
+        return embed_bytes + args.num_layers * input_bytes + max(kept)
+    return embed_bytes + sum(kept)
+
+
+def _has_flex(job: CanonJobConfig, layer: ModelArgs, *, is_gpu: bool) -> bool:
+    """Return whether a layer's attention is flex attention in training."""
+    attend = Attend(layer, job.model.attention_backend)
+    device = "cuda" if is_gpu else "cpu"
+    return attend.implementation(device, masked=layer.document_mask) == "flex"
 
 
 class ParameterCounts(NamedTuple):
@@ -263,6 +276,9 @@ def check_memory(job: CanonJobConfig, device: Device, world_size: int) -> None:
     tokens = micro_batch_size(job, world_size) * job.training.seq_len
     # bounds, not counts: 64 values per channel in a block, 8 per logit, 6 per parameter
     layer_values = 64 * (args.dim + args.ffn_dim)
+    for layer in args.kinds.values():
+        if layer.bias_extent:  # the learned biases of distances, and of scores
+            layer_values += 4 * layer.num_heads * (layer.bias_extent + args.max_seq_len)
     token_values = args.num_layers * layer_values + 8 * args.vocab_size
     num_values = 6 * num_parameters(args) + tokens * token_values
     # float32 values have 4 bytes

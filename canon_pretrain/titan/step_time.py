@@ -163,10 +163,13 @@ def _attention_work(args: ModelArgs, layout: Layout) -> Work:
     # Backward computes the scores again, then the gradients of values, weights, q and k.
     product_flops = 2 * args.qkv_dims[0] * num_keys * layout.tokens
     num_products = 2 * num_forward + 5
+    # Learned biases are read by each of them, and their gradient is written by one.
+    num_biases = args.num_heads * args.bias_extent * layout.tokens
     # fused kernels are for half precision
     kind = "float32" if layout.dtype == torch.float32 else "attention"
     return Work(
         launches=num_forward + 3,  # backward: the row sums, then the gradients in two kernels
+        bytes_moved=(num_forward + 3) * num_biases * layout.dtype.itemsize,
         flops=Counter({kind: num_products * product_flops}),
     )
 

@@ -13,6 +13,7 @@ from tests.support import ROOT
 MODELS = {
     "canon": {"canon_set": "ABCD"},
     "alibi": {"position": "alibi"},
+    "relative": {"position": "relative", "relative_extent": 64},
     "dynamic": {"canon_set": "ABCD", "canon_filter": "dynamic"},
     "experts": {"ffn": "moe", "canon_set": "ABC", "num_experts": 4},
     "gla": {"mixer": "gla", "canon_set": "ABCD", "position": "nope"},

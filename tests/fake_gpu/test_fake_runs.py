@@ -196,6 +196,7 @@ def test_experts_on_the_wrong_mesh_are_found(runs):
         ("--activation_checkpoint.mode", "full"),
         ("--activation_checkpoint.mode", "selective"),
         ("--model.position", "alibi"),
+        ("--model.position", "relative", "--model.relative_extent", "64"),
         ("--compile.no-enable",),
     ],
 )

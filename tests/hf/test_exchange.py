@@ -452,7 +452,8 @@ def test_the_rotation_of_olmo_hybrid(fields, position):
 
 
 REFUSED = {
-    "inkling_text": ("InklingText", "d_rel"),
+    "inkling_text": ("InklingText", "mlp_layer_types"),  # experts
+    "inkling_mm_model": ("Inkling", "text_config"),
 }
 
 

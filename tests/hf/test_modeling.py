@@ -36,6 +36,7 @@ DECODED = [
     "partial_rope_c ABCD qk_full",
     "alibi ABCD k3 cst relu2 qk_per_head tied",
     "h_alibi AC k2 cst standard qk_full gqa documents",
+    "relative FKOV distances6 embed_norm qk_per_head gqa documents",
     "gla_elu A k3 conv gate_rank",
     "mamba2 AB documents",
     "mamba2_mlp k3 conv standard",

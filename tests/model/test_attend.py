@@ -117,6 +117,7 @@ def test_alibi_keeps_distances_in_bfloat16():
 def test_packages_refuse_unsupported_models(backend):
     unsupported = [
         ({"position": "h_alibi"}, {"feature": "h_alibi"}),
+        ({"position": "relative"}, {"feature": "relative"}),
         ({"document_mask": True}, {"feature": "document_mask"}),
         ({"dim": 1056}, {}),  # a head dim of 264
     ]
@@ -227,6 +228,8 @@ def test_a_package_with_wrong_kernels_is_refused(monkeypatch, fault):
         ("rope", "flex", "sdpa", "sdpa"),
         ("alibi", "auto", "sdpa", "flex"),
         ("alibi", "sdpa", "sdpa", "sdpa"),
+        ("relative", "auto", "sdpa", "flex"),
+        ("relative", "sdpa", "sdpa", "sdpa"),
         ("nope documents", "auto", "sdpa", "flex"),
         ("nope documents", "flex", "flex", "flex"),
         ("alibi", "flash_attn", "flash_attn", "flash_attn"),

@@ -49,6 +49,7 @@ ONE_GRAPH = [
         if name not in (*SOME_VARIANTS, "nope ABCD")
     ),
     pytest.param("alibi ABCD gqa documents", {"attention_backend": "flex"}, marks=system),
+    pytest.param("relative BD distances6", {"attention_backend": "flex"}, marks=system),
     pytest.param("h_alibi BD documents", {"canon_backend": "reference"}, marks=system),
 ]
 

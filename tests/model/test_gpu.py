@@ -102,6 +102,9 @@ BACKENDS = [
     ("alibi gqa", "sdpa"),
     ("alibi gqa", "flex"),
     ("alibi gqa", "flash_attn"),
+    ("relative distances6 gqa", "sdpa"),
+    ("relative distances6 gqa", "flex"),
+    ("relative distances6 gqa documents", "flex"),
     ("h_alibi ABCD gqa documents", "sdpa"),
     ("h_alibi ABCD gqa documents", "flex"),
 ]

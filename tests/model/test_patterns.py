@@ -31,7 +31,9 @@ def random_layer(rng, ffns):
         layer["canon_filter"] = rng.choice(["static", "static", "dynamic"])
 
     if mixer == "attention":
-        layer["position"] = rng.choice(["rope", "nope", "alibi", "h_alibi", "partial_rope_c"])
+        layer["position"] = rng.choice(
+            ["rope", "nope", "alibi", "h_alibi", "relative", "partial_rope_c"]
+        )
         layer["window"] = rng.choice([0, 0, 1, 4, 9, 40])
         layer["num_kv_heads"] = rng.choice([0, 2])
         layer["qk_norm"] = rng.choice(["none", "full", "per_head"])

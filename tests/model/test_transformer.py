@@ -188,6 +188,9 @@ SHIFT = {"canon_set": "A", "canon_filter": "shift", "canon_kernel": 2}
         ("1b3", {"canon_set": "KVOF", "canon_scale": "sqrt"}, 1_345_423_360 + 24 * 16 * 2048),
         ("1b3", {"canon_set": "ABCD", "canon_filter": "scalar"}, 1_345_423_360 + 24 * 4 * 4),
         ("1b3", {"smear": True}, 1_345_423_360 + 12 + 1),
+        ("1b3", {"embed_norm": True}, 1_345_423_360 + 2048),
+        # 16 channels of 32 heads, and as many of 1024 distances
+        ("1b3", {"position": "relative"}, 1_345_423_360 + 24 * 16 * (32 * 2048 + 1024)),
         ("1b3", {**SHIFT, "canon_set": "AC"}, 1_345_423_360 + 24 * 2 * 2048),
         # OLMo 2's: norms in other places, and two gains of D for all heads of q and of k
         ("1b3", {"norm_place": "output", "qk_norm": "full"}, 1_345_423_360 + 24 * 2 * 2048),
@@ -225,6 +228,10 @@ def test_equivalent_args_are_equal():
     gla = ModelArgs(mixer="gla", position="nope")
     assert replace(gla, o_norm_eps=gla.norm_eps) == gla
     assert replace(gla, o_norm_eps=1e-3) != gla
+    relative = ModelArgs(position="relative")
+    assert replace(relative, relative_extent=1024) == relative
+    assert replace(relative, relative_extent=9, window=9) == replace(relative, window=9)
+    assert replace(relative, relative_extent=9) != relative
 
 
 # the last key is the one that is refused
@@ -237,6 +244,9 @@ OUT_OF_RANGE = [
     ROPE_C | {"partial_rope_dim": 7},
     {"position": "h_alibi", "h_alibi_heads": 33},
     {"position": "h_alibi", "h_alibi_heads": -1},
+    {"position": "relative", "relative_dim": 0},
+    {"position": "relative", "relative_extent": -1},
+    {"position": "relative", "window": 8, "relative_extent": 9},
     {"vocab_size": 0},
     {"num_heads": 0},
     {"norm_eps": 0.0},
@@ -253,6 +263,8 @@ OUT_OF_RANGE = [
 CONFLICTS = {
     "partial_rope_dim": 32,
     "h_alibi_heads": 4,
+    "relative_dim": 8,
+    "relative_extent": 64,
     "canon_kernel": 3,
     "canon_residual": False,
     "canon_trainable": False,

@@ -216,6 +216,11 @@ OPTIONS = [
     ("mixer", {"qk_norm": "per_head"}),
     ("mixer", {"attention_gate": "per_channel"}),
     ("norm", {"norm_place": "output"}),
+    ("vocabulary", {"embed_norm": True}),
+    *(
+        ("positions", {"position": "relative", **changes})
+        for changes in ({}, {"relative_dim": 8}, {"relative_extent": 99})
+    ),
     *(("positions", {"position": "h_alibi", "h_alibi_heads": heads}) for heads in (0, 1, 3)),
 ]
 """The row of a card that an option changes, and the option."""

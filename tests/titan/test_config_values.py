@@ -59,6 +59,7 @@ GLA = {"model.mixer": "gla", "model.position": "nope"}
 MAMBA2 = {"model.mixer": "mamba2", "model.position": "nope", "model.canon_set": "AB"}
 ROTARY = {"model.position": "partial_rope_c"}
 H_ALIBI = {"model.position": "h_alibi"}
+RELATIVE = {"model.position": "relative"}
 
 
 def task(name):
@@ -127,6 +128,8 @@ NUMBERS = {
     "model.moe_balance_rate": ("off: the load is not evened", MODEL, MOE),
     "model.norm_eps": (MODEL, MODEL),
     "model.h_alibi_heads": ("half of the heads", MODEL, H_ALIBI),
+    "model.relative_dim": (MODEL, MODEL, RELATIVE),
+    "model.relative_extent": ("the window, or 1024 without one", MODEL, RELATIVE),
     "model.partial_rope_dim": ("a quarter of each head", MODEL, ROTARY),
     "model.rope_theta": (MODEL, MODEL),
     "model.window": ("off: all tokens", MODEL),

@@ -1,6 +1,7 @@
 """The plan of a run: its figures against a real tiny model's, and what it refuses."""
 
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import canon_pretrain.train as entry
 from canon_pretrain.cluster.preflight import plan_job
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.machine import memory
+from canon_pretrain.model.args import FLAVORS
 from canon_pretrain.model.counts import active_parameters, num_parameters
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.sections import Loss
@@ -27,6 +29,7 @@ from canon_pretrain.titan.dry_run import (
     startup_notes,
     world_sizes,
 )
+from canon_pretrain.titan.job_config import micro_batch_size
 from canon_pretrain.titan.spec import head_loss
 from canon_pretrain.train import main
 from tests.support import ROOT, command_error, debug_run, refused, write_split
@@ -421,3 +424,33 @@ def test_a_traced_block_receives_segments_as_in_the_model(words, reach, monkeypa
     with pytest.raises(Received):
         costs.trace_block(args, torch.float32, "compiled", None)
     assert received == [expected]
+
+
+def test_learned_biases_are_kept_for_backward():
+    """Those of distances, with their channels; SDPA also keeps those of scores."""
+    nope = replace(FLAVORS["debug"], position="nope")
+    relative = replace(nope, position="relative", relative_dim=8, relative_extent=32)
+    num_tokens = 2 * nope.max_seq_len
+    expected = 2 * num_tokens * nope.num_heads * (8 + 32)  # bfloat16
+    kept = block_bytes(relative, 2, torch.bfloat16)
+    assert kept - block_bytes(nope, 2, torch.bfloat16) == expected
+
+    def activations(backend):
+        options = ["position=relative", "relative_dim=8", "relative_extent=32"]
+        options.append(f"attention_backend={backend}")
+        job = job_of("debug", "--compile.no-enable", *(f"--model.{option}" for option in options))
+        return count_memory(job, Transformer(job.model_args), 1)["activations"], job
+
+    flex, job = activations("flex")
+    sdpa, _ = activations("sdpa")
+    args = job.model_args
+    num_scores = micro_batch_size(job, 1) * args.num_heads * args.max_seq_len**2
+    assert sdpa - flex == 4 * num_scores * args.num_layers  # float32
+
+
+@pytest.mark.parametrize("position", ["alibi", "h_alibi"])
+def test_positions_without_parameters_keep_what_nope_keeps(position):
+    nope = replace(FLAVORS["debug"], position="nope")
+    heads = {"h_alibi_heads": 1} if position == "h_alibi" else {}
+    args = replace(nope, position=position, **heads)
+    assert block_bytes(args, 1, torch.float32) == block_bytes(nope, 1, torch.float32)

@@ -115,6 +115,13 @@ GATED_DELTANET_KEYS: dict[str, Any] = {
     "ffn_dim": 96,
     "canon_set": "A",
 }
+RELATIVE_KEYS: dict[str, Any] = {
+    "position": "relative",
+    "relative_dim": 4,
+    "relative_extent": 24,
+    "embed_norm": True,
+    "canon_set": "KV",
+}
 MAMBA2_AND_EXPERT_KEYS: dict[str, Any] = {
     "mixer": "mamba2",
     "position": "nope",
@@ -141,6 +148,7 @@ MAMBA2_AND_EXPERT_KEYS: dict[str, Any] = {
     [
         pytest.param(ATTENTION_KEYS, id="attention"),
         pytest.param(H_ALIBI_KEYS, id="h_alibi"),
+        pytest.param(RELATIVE_KEYS, id="relative"),
         pytest.param(GLA_KEYS, id="gla"),
         pytest.param(GATED_DELTANET_KEYS, id="gated_deltanet"),
         pytest.param(MAMBA2_AND_EXPERT_KEYS, id="mamba2 experts"),
@@ -173,7 +181,7 @@ def test_a_pattern_and_its_sections_reach_the_model(tmp_path):
 
 def test_every_model_key_is_among_them():
     tried = ATTENTION_KEYS.keys() | GLA_KEYS.keys() | MAMBA2_AND_EXPERT_KEYS.keys()
-    tried |= H_ALIBI_KEYS.keys() | GATED_DELTANET_KEYS.keys()
+    tried |= H_ALIBI_KEYS.keys() | GATED_DELTANET_KEYS.keys() | RELATIVE_KEYS.keys()
     tried |= {"pattern", "layers"}  # test_a_pattern_and_its_sections_reach_the_model
     assert tried == vars(CanonJobConfig().model).keys() & vars(FLAVORS["162M"]).keys()
 

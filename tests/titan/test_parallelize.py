@@ -481,6 +481,7 @@ ARGS = [
     variant("gdn ABCD gate_rank"),
     VARIANTS["last_attention"],
     VARIANTS["olmo_hybrid"],
+    VARIANTS["relative_in_some"],
 ]
 TIED = replace(
     UNEVEN, init="lingua", tie_embeddings=True, document_mask=True, num_kv_heads=2, position="alibi"
@@ -711,7 +712,7 @@ def check_attention_of(variant_words, backend, device, dtype="bfloat16"):
     check_attention(model, job, device)
 
 
-@pytest.mark.parametrize("masked", ["alibi", "h_alibi", "rope documents"])
+@pytest.mark.parametrize("masked", ["alibi", "h_alibi", "relative", "rope documents"])
 def test_flex_is_refused_for_masks_on_a_cpu(masked):
     with refused("attention.unsupported", selected="flex"):
         check_attention_of(masked, "flex", "cpu")
