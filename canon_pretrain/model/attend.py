@@ -151,16 +151,17 @@ class Attend(nn.Module):
 
         # The keys, or those that a cache with a window returns.
         queries_T = torch.arange(offset, num_keys, device=device)
-        keys_S = torch.arange(num_keys, device=device)
         if window and offset:
             keys_S = ring_positions(offset, num_queries, window, device)
+        else:
+            keys_S = torch.arange(num_keys, device=device)
         is_visible = self._visible_keys(queries_T, keys_S, segments_BS)
-        distance_TS = queries_T[:, None] - keys_S
         if self.is_relative:
-            return torch.where(is_visible, distance_TS, HIDDEN)
+            return torch.where(is_visible, queries_T[:, None] - keys_S, HIDDEN)
+
         # ALiBi's bias knows the positions of a ring's keys by their order only: it is added here.
         if is_alibi_ring:
-            return self._alibi_bias(distance_TS, is_visible)
+            return self._alibi_bias(queries_T[:, None] - keys_S, is_visible)
         return is_visible
 
     def _block_mask(
@@ -349,7 +350,7 @@ def _adding(biases_BTHE: Tensor) -> Callable[..., Tensor]:
     num_distances = biases_BTHE.shape[-1]
 
     def add_learned(score: Tensor, b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
-        # s > t, which the mask hides, is no index either
+        # keys past the token, which the mask hides, have no bias either: any will do
         distance = t - s
         near = biases_BTHE[b, t, h, distance.clamp(0, num_distances - 1)]
         return score + torch.where(distance < num_distances, near, 0.0)
