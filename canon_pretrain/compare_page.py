@@ -1,7 +1,7 @@
 """The verdicts of `canon playground compare`, on its page and on the terminal.
 
 The page is that of the board, after a headline, a table of the verdicts, and what was left out for
-lack of time. All statistics are the board's own (boards/content.py).
+lack of time. Scores, p values and intervals are the board's own (boards/content.py).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -99,12 +99,13 @@ def compare_content(
 def verdicts(
     content: BoardContent, own: str, chances: Mapping[str, float], parallel: int
 ) -> list[VerdictRow]:
-    """Return the verdict on each task and baseline: the board's, unless neither learns the task.
+    """Return the verdict on each task and baseline.
 
-    `chances`: what a guess scores, by task; 0 for a task that the user has added to the board.
+    p is the board's. Holm's correction is over the pairs with the own architecture: the other pairs
+    are no part of the question. `chances`: what a guess scores, by task; 0 for a task that the user
+    has added to the board.
     """
-    # The level at which the page tests each difference, by Holm's correction over all of them.
-    tested = [row for row in content.differences if row.p is not None]
+    tested = [row for row in content.differences if own in (row.a, row.b) and row.p is not None]
     p = np.array([row.p for row in tested], np.float64)
     levels = dict(zip(map(_pair, tested), holm_levels(p, np.ones(p.size)).tolist(), strict=True))
     differences = {_pair(row): row for row in content.differences}
@@ -122,7 +123,9 @@ def verdicts(
                 baseline_score=scores[task.task, baseline],
             )
             if pair in differences:
-                row = _with_difference(row, differences[pair], own, lower=task.lower_is_better)
+                row = _with_difference(
+                    row, differences[pair], own, levels.get(pair, 0.0), lower=task.lower_is_better
+                )
             if not _has_learned(row, chances.get(task.task, 0.0)):
                 row = replace(row, verdict=NOT_LEARNED)
             if row.verdict == UNDECIDED and pair in levels:
@@ -143,13 +146,12 @@ def _pair(row: DifferenceRow) -> tuple[str, frozenset[str]]:
 
 
 def _with_difference(
-    row: VerdictRow, difference: DifferenceRow, own: str, *, lower: bool
+    row: VerdictRow, difference: DifferenceRow, own: str, level: float, *, lower: bool
 ) -> VerdictRow:
-    """Return the row with a difference that is above 0 if the own architecture is better."""
-    verdict = UNDECIDED
-    if difference.better is not None:
-        verdict = BETTER if difference.better == own else WORSE
+    """Return the row with a difference that is above 0 if the own architecture is better.
 
+    It is decided if its p is at most `level`.
+    """
     size = difference.difference
     bounds = difference.interval
     is_turned = (difference.b == own) != lower
@@ -158,6 +160,10 @@ def _with_difference(
     if is_turned and bounds is not None:
         low, high = bounds
         bounds = -high, -low
+
+    verdict = UNDECIDED
+    if size and difference.p is not None and difference.p <= level:
+        verdict = BETTER if size > 0 else WORSE
     return replace(row, difference=size, interval=bounds, verdict=verdict)
 
 
