@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from scipy import stats
+from statsmodels.stats.multitest import multipletests
 
 from canon_pretrain import compare
 from canon_pretrain.boards.board import read_board
@@ -267,6 +268,15 @@ def test_verdicts_are_those_of_the_page(tmp_path):
         assert low < row.difference < high and low * high > 0
         assert row.more_seeds is None
     assert (rows["rope"].own_score, rows["rope"].baseline_score) == pytest.approx((0.5, 0.9))
+
+
+def test_pairs_of_others_do_not_count(tmp_path):
+    """Holm over two pairs decides both, over the three of the board none."""
+    content, rows = verdicts_of(tmp_path, {"mine": 0.4, "rope": 0.71, "nope": 0.71})
+    p = [row.p for row in content.differences if "mine" in (row.a, row.b)]
+    assert max(multipletests(p, method="holm")[1]) < 0.05 < min(3 * x for x in p)
+    assert [row.better for row in content.differences] == [None] * 3
+    assert [row.verdict for row in rows.values()] == ["worse"] * 2
 
 
 def test_an_order_near_chance_is_no_verdict(tmp_path):
