@@ -58,21 +58,22 @@ def packed_tensors(args: ModelArgs) -> Iterator[Packed]:
         ours = f"layers.{i}.attention"
         theirs = f"model.layers.{i}"
         if layer.mixer == "attention":
-            q_and_gate = (
+            query_and_gate = (
                 Part(f"{ours}.wq.weight", layer.head_dim),
                 Part(f"{ours}.wg.weight", layer.head_dim),
             )
-            yield Packed(f"{theirs}.self_attn.q_proj.weight", layer.num_heads, q_and_gate)
-        else:
-            qkv_and_gate = (
-                Part(f"{ours}.wq.weight", layer.key_dim),
-                Part(f"{ours}.wk.weight", layer.key_dim),
-                Part(f"{ours}.wv.weight", layer.value_dim),
-                Part(f"{ours}.wg.weight", layer.value_dim),
-            )
-            yield Packed(f"{theirs}.linear_attn.in_proj_qkvz.weight", layer.num_heads, qkv_and_gate)
-            step_and_decay = (Part(f"{ours}.wb.weight", 1), Part(f"{ours}.wa.weight", 1))
-            yield Packed(f"{theirs}.linear_attn.in_proj_ba.weight", layer.num_heads, step_and_decay)
+            yield Packed(f"{theirs}.self_attn.q_proj.weight", layer.num_heads, query_and_gate)
+            continue
+
+        qkvz = (
+            Part(f"{ours}.wq.weight", layer.key_dim),
+            Part(f"{ours}.wk.weight", layer.key_dim),
+            Part(f"{ours}.wv.weight", layer.value_dim),
+            Part(f"{ours}.wg.weight", layer.value_dim),
+        )
+        yield Packed(f"{theirs}.linear_attn.in_proj_qkvz.weight", layer.num_heads, qkvz)
+        step_and_decay = (Part(f"{ours}.wb.weight", 1), Part(f"{ours}.wa.weight", 1))
+        yield Packed(f"{theirs}.linear_attn.in_proj_ba.weight", layer.num_heads, step_and_decay)
 
 
 def is_centered(name: str) -> bool:

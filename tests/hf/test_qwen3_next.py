@@ -375,7 +375,7 @@ WITHOUT_CLASS: dict[str, ModelArgs] = {
     "no convolution": _args({**DELTA, "mixer_conv": False, "canon_kernel": 4}, {}),
     "a gate of low rank": _args(DELTA | {"output_gate_rank": 4}, {}),
     "another recurrence": _args({"mixer": "gla"}, {}),
-    "no gate in one": _args({"attention_gate": "none"}, {}),
+    "gate in some": _args({"attention_gate": "none"}, {}),
     "two bases": _args({"rope_theta": 50.0}, {}),
     "two recurrences": _args(DELTA, DELTA | {"expand_v": 1.0}, {}),
     "two widths": _args(DELTA | {"ffn_dim": 40}, {}),
@@ -390,7 +390,7 @@ def test_a_model_that_the_class_does_not_compute(name):
     assert plain_fields(WITHOUT_CLASS[name]) is None
 
 
-@pytest.mark.parametrize("name", ["no QK-norm", "no gate in one", "biases"])
+@pytest.mark.parametrize("name", ["no QK-norm", "gate in some", "biases"])
 @torch.no_grad()
 def test_our_class_has_the_gate(name, tmp_path):
     args = WITHOUT_CLASS[name]
