@@ -32,7 +32,7 @@ VERDICTS = (BETTER, WORSE, UNDECIDED, NOT_LEARNED, NO_SCORE)
 LEARNED = 0.1
 """Above chance: what the better of two must score before one of them is called better. Two standard
 errors of a guess's score are 0.09 with 128 questions; copy has 64, but no guess is right."""
-RUN_S = 4.0
+RUN_S = 7.0
 """Of a run on a core besides its steps and validations: start, compiled code, checkpoint."""
 
 
@@ -221,7 +221,8 @@ def to_decide(row: VerdictRow) -> str:
         return "more than one seed"
     if row.more_seeds is None or row.more_s is None:
         return "not by more seeds"
-    return f"{row.more_seeds} more seeds, about {duration(row.more_s)}"
+    plural = "s" * (row.more_seeds > 1)
+    return f"{row.more_seeds} more seed{plural}, about {duration(row.more_s)}"
 
 
 def cuts(content: CompareContent) -> Iterator[str]:
