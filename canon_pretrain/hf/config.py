@@ -497,7 +497,7 @@ def to_args(config: Mapping[str, Any]) -> ModelArgs:
 
     # transformers' own classes do not read the sub-dictionary: there it can't change the model
     allowed = CHANGES_TRAINING
-    if config.get("model_type") not in STANDARD_CLASSES:
+    if str(config.get("model_type")) not in STANDARD_CLASSES:
         allowed += _CHANGES_THE_MODEL
     return with_extension(args, extension, allowed)
 
