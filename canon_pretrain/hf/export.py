@@ -29,20 +29,13 @@ from canon_pretrain.checkpoint.architecture import find_checkpoint, model_args_o
 from canon_pretrain.core import files as disk
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.tokenizer import SENTENCEPIECE_FILE, Tokenizer
-from canon_pretrain.hf import inkling, qwen3_next, writing
-from canon_pretrain.hf.config import (
-    ARCHITECTURE,
-    INKLING,
-    MAMBA2,
-    MODEL_TYPE,
-    QWEN3_NEXT,
-    TOKEN_IDS,
-    conv_parts,
-    plain_fields,
-    to_fields,
-    to_hf,
-)
+from canon_pretrain.hf import writing
+from canon_pretrain.hf.classes import CLASSES, plain_fields, to_hf
+from canon_pretrain.hf.config import ARCHITECTURE, MODEL_TYPE, TOKEN_IDS, to_fields
+from canon_pretrain.hf.inkling import INKLING
 from canon_pretrain.hf.loading import find_tokenizer, run_data
+from canon_pretrain.hf.mamba2 import MAMBA2
+from canon_pretrain.hf.qwen3_next import QWEN3_NEXT
 from canon_pretrain.hf.reading import CONFIG, interleave_orders, meta_weights
 from canon_pretrain.hf.tokenizer_files import llama_cpp_reads, sentencepiece_file, tokenizer_files
 from canon_pretrain.model.args import ModelArgs, map_mixers
@@ -185,8 +178,11 @@ def _stored(
     if model_type != MODEL_TYPE:
         orders = interleave_orders(args)
 
-    # Qwen3-Next's gains are less 1, Inkling's are multiplied: they must not be rounded before
-    loaded_dtype = torch.float32 if model_type in (QWEN3_NEXT, INKLING) else dtype
+    # values that are changed, such as Qwen3-Next's gains less 1, must not be rounded before
+    standard = CLASSES.get(model_type)
+    loaded_dtype = dtype
+    if standard is not None and standard.changes_values:
+        loaded_dtype = torch.float32
     for name, tensor in weights.stream_weights(checkpoint, like, loaded_dtype):
         if not tensor.to(dtype).isfinite().all():
             raise UserError(
@@ -203,17 +199,12 @@ def _in_class(
     tensors: Iterable[tuple[str, Tensor]], args: ModelArgs, model_type: str
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors by our names as those of the class of `model_type`."""
-    if model_type == QWEN3_NEXT:
-        yield from qwen3_next.to_class(tensors, args)
+    standard = CLASSES.get(model_type)
+    if standard is not None:
+        yield from standard.to_class(tensors, args)
         return
-    if model_type == INKLING:
-        tensors = inkling.to_class(tensors, args)
     for name, tensor in tensors:
-        parts = conv_parts(name, model_type, args)
-        if parts:
-            yield from zip(parts, tensor.split(list(parts.values())), strict=True)
-        else:
-            yield to_hf(name, model_type, args), tensor
+        yield to_hf(name, model_type, args), tensor
 
 
 def files_of_export(out: Path) -> list[str]:
@@ -417,6 +408,9 @@ _NO_EXPERTS = "vLLM refuses this class without experts; transformers runs it."
 _INKLING = """\
 The class is new (transformers 5.23 has it), and whether a server has it was not tried.
 """
+_NOT_SERVED = {QWEN3_NEXT: _NO_EXPERTS, INKLING: _INKLING}
+_NOTES = {MAMBA2: _OLD_MAMBA2}
+"""What to know of transformers' class."""
 _WINDOWS = """\
 Not every server reads `sliding_window` of this class: compare logits with transformers' first.
 """
@@ -517,19 +511,16 @@ def _serving_text(args: ModelArgs, tokenizer: Tokenizer | None) -> str:
         if has_window:
             servers = "vLLM and SGLang serve"
         servers_say = f"{servers} it like any model of that class."
-        if model_type == QWEN3_NEXT:
+        if model_type in _NOT_SERVED:
             servers = ""
-            servers_say = _NO_EXPERTS
-        elif model_type == INKLING:
-            servers = ""
-            servers_say = _INKLING
+            servers_say = _NOT_SERVED[model_type]
         texts = [f"A standard {config['architectures'][0]}, without custom code.\n{servers_say}\n"]
         if servers and has_window and model_type != "mistral":
             texts.append(_WINDOWS)
         if "llama.cpp" in servers and tokenizer is not None and not llama_cpp_reads(tokenizer):
             texts.append(_NO_GGUF)
-        if model_type == MAMBA2:
-            texts.append(_OLD_MAMBA2)
+        if model_type in _NOTES:
+            texts.append(_NOTES[model_type])
     if tokenizer is not None:
         texts.append(_NO_BOS)
     return "".join(texts)

@@ -27,8 +27,8 @@ from canon_pretrain.hf.config import (
     Names,
     keeps_names,
     layout,
+    name_to_ours,
     to_args,
-    to_ours,
 )
 from canon_pretrain.model.args import ModelArgs, with_mixers_in
 from canon_pretrain.model.attention import Rope
@@ -301,7 +301,7 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta or getattr(parameter, "_is_hf_initialized", False):
                 continue
-            our_name = to_ours(f"{names[module]}.{name}")
+            our_name = name_to_ours(f"{names[module]}.{name}")
             value = initial_value(self.core.args, our_name, parameter.shape)
             parameter.copy_(value.rows(0, len(parameter)))
 

@@ -16,7 +16,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,10 +35,10 @@ from canon_pretrain.checkpoint.writer import save_no_dist
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import fsync_folder, publish, read_json, write_atomic
 from canon_pretrain.data.tokenizer import FILE_NAMES
-from canon_pretrain.hf import config as fields
-from canon_pretrain.hf import inkling, lingua
-from canon_pretrain.hf.config import QWEN3_NEXT, layout, to_hf
-from canon_pretrain.hf.qwen3_next import Packed, is_centered, packed_tensors
+from canon_pretrain.hf import classes, lingua
+from canon_pretrain.hf.classes import CLASSES, MODEL_TYPES, REFUSED_TYPES, to_hf
+from canon_pretrain.hf.config import HUGGINGFACE, layout, raise_unsupported
+from canon_pretrain.hf.standard import Packed, StandardClass
 from canon_pretrain.hf.writing import INDEX, folder_beside, unflatten
 from canon_pretrain.model.args import (
     FILLED_SIZES,
@@ -59,8 +59,6 @@ MODEL_TOML = "model.toml"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # tables in old Llama checkpoints that follow from the config
 _TABLES = ".rotary_emb.inv_freq"
-# Qwen3-Next's module that predicts several tokens, which transformers does not read either
-_MULTI_TOKEN = "mtp."
 _MAX_PARAMETERS_PER_VALUE = 4
 """More parameters than this per stored value are no model: only tied weights are stored once."""
 
@@ -159,20 +157,20 @@ def folder_args(
 
     # The class.
     model_type = config.get("model_type")
-    if model_type in fields.REFUSED_TYPES:
-        name, reason = fields.REFUSED_TYPES[model_type]
-        fields.raise_unsupported(name, config.get(name), f"{model_type}: {reason}")
-    is_supported = params is not None or model_type in fields.MODEL_TYPES
+    if model_type in REFUSED_TYPES:
+        name, reason = REFUSED_TYPES[model_type]
+        raise_unsupported(name, config.get(name), f"{model_type}: {reason}")
+    is_supported = params is not None or model_type in MODEL_TYPES
     if not is_supported and "model_type" not in ignored:
         raise UserError(
             "hf.model_type",
             f"{path} has model_type = {model_type!r}; expected "
-            f"{' or '.join(fields.MODEL_TYPES)}, or --ignore model_type",
+            f"{' or '.join(MODEL_TYPES)}, or --ignore model_type",
             given=model_type,
         )
 
     # Fields that may change the model in an unknown way.
-    reader: Any = fields if params is None else lingua
+    reader: Any = classes if params is None else lingua
     unknown_fields = sorted(set(reader.unknown(config)) - ignored)
     if unknown_fields:
         raise UserError(
@@ -189,8 +187,9 @@ def folder_args(
         error_fields: Any = error.fields
         raise UserError("hf.unsupported_field", f"{path}: {error}", **error_fields) from None
 
-    if model_type == fields.LFM2:  # whose mixer is a file of ours
-        args = with_mixers_in(args, str(Path(__file__).parent))
+    standard = CLASSES.get(str(model_type))
+    if standard is not None and standard.mixer_folder is not None:
+        args = with_mixers_in(args, str(standard.mixer_folder))
     else:
         args = _with_mixers(source, args, mixers)
 
@@ -244,15 +243,17 @@ def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
 
     # Read the tensors that the config describes, and remember the names of others.
     our_shapes = {name: tensor.shape for name, tensor in meta_weights(args).items()}
-    expected_shapes = our_shapes
-    if model_type == fields.INKLING:
-        expected_shapes = inkling.their_shapes(our_shapes, args)
+    expected_shapes: Mapping[str, torch.Size] = our_shapes
     weights: dict[str, Tensor] = {}
     unknown_names: list[str] = []
     packed_by_name: dict[str, Packed] = {}
-    if model_type == QWEN3_NEXT:
-        packed_by_name = {packed.name: packed for packed in packed_tensors(args)}
-    for stored in _with_joined_parts(_tensors(source, model_type, args), model_type, source):
+    stored_tensors: Iterable[_StoredTensor] = _tensors(source, model_type, args)
+    standard = CLASSES.get(model_type)
+    if standard is not None:
+        expected_shapes = standard.their_shapes(our_shapes, args)
+        packed_by_name = {packed.name: packed for packed in standard.packed_tensors(args)}
+        stored_tensors = _with_joined_parts(stored_tensors, standard, source)
+    for stored in stored_tensors:
         if packed := packed_by_name.get(stored.name):
             shape = torch.Size((packed.num_rows, args.dim))
             weights |= packed.split(_read_checked(stored, shape, source))
@@ -263,8 +264,8 @@ def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
             name = "tok_embeddings.weight"
         if name is None or name not in expected_shapes:
             is_ignored = stored.name.endswith(_TABLES)
-            if model_type == QWEN3_NEXT:
-                is_ignored = stored.name.startswith(_MULTI_TOKEN)
+            if standard is not None and standard.ignored_prefix:
+                is_ignored = stored.name.startswith(standard.ignored_prefix)
             if not is_ignored:
                 unknown_names.append(stored.name)
             continue
@@ -298,17 +299,14 @@ def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
             names=unknown_names,
         )
 
-    if model_type == QWEN3_NEXT:
-        for name in filter(is_centered, weights):
-            weights[name] = 1 + weights[name]
-
     # Our rotary layout is lingua's.
-    if not is_lingua and layout(config) == fields.HUGGINGFACE:
+    if not is_lingua and layout(config) == HUGGINGFACE:
         for name, order in interleave_orders(args).items():
             weights[name] = weights[name][order]
-    if model_type == fields.INKLING:
-        weights = inkling.to_ours(weights, args, fields.inkling_multiplier(config))
-    return {name: weights[name] for name in our_shapes}
+    our_weights: Mapping[str, Tensor] = weights
+    if standard is not None:
+        our_weights = standard.values_to_ours(weights, args, config)
+    return {name: our_weights[name] for name in our_shapes}
 
 
 def _read_checked(stored: "_StoredTensor", shape: torch.Size, source: Path) -> Tensor:
@@ -506,7 +504,7 @@ class _StoredTensor(NamedTuple):
 
 
 def _with_joined_parts(
-    tensors: Iterable[_StoredTensor], model_type: str, source: Path
+    tensors: Iterable[_StoredTensor], standard: StandardClass, source: Path
 ) -> Iterator[_StoredTensor]:
     """Yield the tensors; those that a class stores in parts as one, after the last part.
 
@@ -515,7 +513,7 @@ def _with_joined_parts(
     """
     parts_by_name: dict[str, dict[int, Tensor]] = {}
     for stored in tensors:
-        number = fields.conv_part_number(stored.name, model_type)
+        number = standard.part_number(stored.name)
         if number is None or stored.our_name is None:
             yield stored
             continue
@@ -533,7 +531,7 @@ def _with_joined_parts(
                 given=shape,
                 expected=expected_shape,
             )
-        if len(parts) == fields.NUM_CONV_PARTS:
+        if len(parts) == len(standard.conv_parts):
             whole = torch.cat([parts[number] for number in sorted(parts)])
             yield stored._replace(shape=whole.shape, read=whole.detach)
 
@@ -569,7 +567,7 @@ def _tensors(
                 for name in sorted(indexed_names or stored_names):
                     shape = torch.Size(file.get_slice(name).get_shape())
                     try:
-                        our_name = fields.to_ours(name, model_type, args)
+                        our_name = classes.to_ours(name, model_type, args)
                     except ValueError:
                         our_name = None
                     yield _StoredTensor(name, our_name, shape, partial(file.get_tensor, name))

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from canon_pretrain.checkpoint.architecture import model_args_of
-from canon_pretrain.hf.config import plain_fields, to_args, unknown
+from canon_pretrain.hf.classes import plain_fields, to_args, unknown
 from canon_pretrain.hf.export import export
 from canon_pretrain.hf.loading import load_model
 from canon_pretrain.hf.reading import import_folder

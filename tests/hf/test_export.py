@@ -19,7 +19,7 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.tokenizer import load_tokenizer
 from canon_pretrain.hf import export as export_module
 from canon_pretrain.hf import writing
-from canon_pretrain.hf.config import to_ours
+from canon_pretrain.hf.classes import to_ours
 from canon_pretrain.hf.export import DTYPES, RECORD, export
 from canon_pretrain.hf.reading import import_folder
 from canon_pretrain.hf.writing import INDEX

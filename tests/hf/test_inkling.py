@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, InklingForCausalLM, InklingTextConfig
 
-from canon_pretrain.hf.config import plain_fields
+from canon_pretrain.hf.classes import plain_fields
 from canon_pretrain.hf.export import export
 from canon_pretrain.hf.loading import load_model
 from canon_pretrain.hf.reading import folder_args, import_folder

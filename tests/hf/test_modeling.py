@@ -16,15 +16,8 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import DynamicCache
 
-from canon_pretrain.hf.config import (
-    DEFAULTS,
-    EXTENSION,
-    MODEL_TYPE,
-    plain_fields,
-    to_fields,
-    to_hf,
-    to_ours,
-)
+from canon_pretrain.hf.classes import plain_fields, to_hf, to_ours
+from canon_pretrain.hf.config import DEFAULTS, EXTENSION, MODEL_TYPE, to_fields
 from canon_pretrain.hf.modeling_canon import LlamaCanonConfig, LlamaCanonForCausalLM
 from canon_pretrain.model.transformer import Transformer
 from tests.hf_exports import export_model, hub_environment

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from canon_pretrain.checkpoint.architecture import model_args_of
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.hf.config import to_hf, to_ours
+from canon_pretrain.hf.classes import to_hf, to_ours
 from canon_pretrain.hf.export import RECORD, export
 from canon_pretrain.hf.loading import load_model
 from canon_pretrain.hf.reading import MODEL_TOML, import_folder

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
 
-from canon_pretrain.hf.config import plain_fields
+from canon_pretrain.hf.classes import plain_fields
 from canon_pretrain.hf.export import export
 from canon_pretrain.hf.loading import load_model
 from canon_pretrain.hf.reading import import_folder

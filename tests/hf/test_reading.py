@@ -21,7 +21,8 @@ from transformers import Mamba2Config, Mamba2ForCausalLM
 
 from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.hf import reading
-from canon_pretrain.hf.config import to_fields, to_hf, to_ours
+from canon_pretrain.hf.classes import to_hf, to_ours
+from canon_pretrain.hf.config import to_fields
 from canon_pretrain.hf.export import export
 from canon_pretrain.hf.reading import import_folder, model_toml
 from canon_pretrain.run import config as experiment

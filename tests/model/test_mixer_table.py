@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from canon_pretrain.hf.config import OWN_MIXER, to_hf
+from canon_pretrain.hf.classes import to_hf
+from canon_pretrain.hf.config import OWN_MIXER
 from canon_pretrain.hf.writing import bundled_code
 from canon_pretrain.kernels import fla_mixers
 from canon_pretrain.kernels.recurrences import CHUNKED
@@ -24,8 +25,8 @@ from tests.variants import BASE, build, random_tokens
 
 each_mixer = pytest.mark.parametrize("mixer", RECURRENT)
 PACKAGE = ROOT / "canon_pretrain"
-FOREIGN_FORMATS = {"hf/config.py", "hf/export.py"}
-"""Where "mamba2" is the name of a class of transformers, which has its own config.json."""
+FOREIGN_FORMATS = {"hf/mamba2.py", "hf/standard.py", "hf/export.py"}
+"""Where a mixer is a class of transformers, which has its own config.json, or of its layers."""
 BASELINES = {"compare.py"}
 """The architectures that `playground compare` trains, by their names on its command line."""
 
