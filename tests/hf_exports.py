@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from canon_pretrain.checkpoint.weights import TRAINING_STATE
 from canon_pretrain.checkpoint.writer import save_no_dist
 from canon_pretrain.hf.export import export
 from canon_pretrain.hf.reading import Imported, import_folder
+from canon_pretrain.model.cache import Cache
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import RunFolder
 from tests import llama_canon
@@ -53,6 +54,30 @@ def export_model(folder: Path, model: Transformer, **options: Any) -> Path:
     checkpoint = plant_run(folder / "run", model)
     export(checkpoint, folder / "out", **{"with_tokenizer": False, **options})
     return folder / "out"
+
+
+def check_equal_weights(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert tensors.keys() == expected.keys() and len(expected) > 10
+    assert [
+        name for name, tensor in tensors.items() if not torch.equal(tensor, expected[name])
+    ] == []
+
+
+def check_greedy(opened: Any, model: Transformer, prompts_BT: Tensor) -> None:
+    """Check that 8 tokens of `generate`, with transformers' cache, are the model's argmax."""
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    options["attention_mask"] = torch.ones_like(prompts_BT)
+    texts = opened.generate(prompts_BT, **options)
+    first = prompts_BT.shape[1]
+    for length in range(first, first + 8):
+        assert torch.equal(model(texts[:, :length])[:, -1].argmax(dim=-1), texts[:, length])
+
+
+def logits_in_parts(model: Transformer, tokens_BT: Tensor, sizes: list[int]) -> Tensor:
+    """Return the logits of parts of `sizes` tokens, from our cache."""
+    cache = Cache.of(model.args)
+    parts = [model(part, cache=cache) for part in tokens_BT.split(sizes, dim=1)]
+    return torch.cat(parts, dim=1)
 
 
 def weights_of(checkpoint: Path) -> dict[str, Tensor]:

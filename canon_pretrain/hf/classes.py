@@ -19,6 +19,7 @@ from canon_pretrain.hf.config import (
     OWN_MIXER,
     READ,
     STANDARD_CLASSES,
+    checked,
     keeps_names,
     layout,
     llama_fields,
@@ -110,8 +111,8 @@ def to_args(config: Mapping[str, Any]) -> ModelArgs:
 
     # transformers' own classes do not read the sub-dictionary: there it can't change the model
     layout(config)  # raises for an unknown one
-    extension = config.get(EXTENSION) or {}
-    args = standard.to_args(config, extension)
+    extension = checked(EXTENSION, config.get(EXTENSION) or {}, dict)
+    args = standard.to_args(config)
     return with_extension(args, extension, CHANGES_TRAINING)
 
 

@@ -180,7 +180,7 @@ READ = {*_NO_DEFAULT, EXTENSION, "rope_parameters"}
 """Fields that are read and not in DEFAULTS."""
 FULL = "full_attention"
 SLIDING = "sliding_attention"
-MAX_LAYERS_BY_NAME = 1000
+_MAX_LAYERS_BY_NAME = 1000
 """More layers than this are not read one by one."""
 _LAYER_NAMES = {
     (True, False): "full",
@@ -402,6 +402,12 @@ def extension_of(args: ModelArgs, names: tuple[str, ...]) -> dict[str, Any]:
     return extension
 
 
+def with_training_keys(config: dict[str, Any], args: ModelArgs) -> dict[str, Any]:
+    """Return a config.json of transformers' own class, with EXTENSION for training if needed."""
+    extension = extension_of(args, CHANGES_TRAINING)
+    return config | {EXTENSION: extension} if extension else config
+
+
 def is_plain(args: ModelArgs) -> bool:
     """Return whether a model has none of what no standard class but Inkling's has.
 
@@ -579,6 +585,14 @@ def checked(name: str, value: Any, expected_type: Any) -> Any:
     return value
 
 
+def check_num_layers(num_layers: int) -> None:
+    """Raise UserError for more layers than are read one by one."""
+    if num_layers > _MAX_LAYERS_BY_NAME:
+        raise_unsupported(
+            "num_hidden_layers", num_layers, f"expected at most {_MAX_LAYERS_BY_NAME}"
+        )
+
+
 def raise_unsupported(name: str, value: object, reason: str) -> NoReturn:
     raise UserError(
         "hf.unsupported_field", f"{name} = {value!r:.200}: {reason}", name=name, given=value
@@ -678,8 +692,7 @@ def _layers(llama: SimpleNamespace) -> dict[str, Any]:
     by_layer = llama.layer_types or llama.no_rope_layers or llama.sliding_window
     if llama.model_type != "smollm3" and not by_layer:
         return {}
-    if num_layers > MAX_LAYERS_BY_NAME:
-        raise_unsupported("num_hidden_layers", num_layers, f"expected at most {MAX_LAYERS_BY_NAME}")
+    check_num_layers(num_layers)
 
     rotates = [True] * num_layers
     if llama.model_type == "smollm3":

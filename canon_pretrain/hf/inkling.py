@@ -24,14 +24,13 @@ from torch import Tensor
 
 from canon_pretrain.hf.config import (
     CHANGES_TRAINING,
-    EXTENSION,
-    MAX_LAYERS_BY_NAME,
     TOKEN_IDS,
     Naming,
+    check_num_layers,
     checked,
-    extension_of,
     raise_unsupported,
     repeated,
+    with_training_keys,
 )
 from canon_pretrain.hf.standard import StandardClass
 from canon_pretrain.model.args import ModelArgs
@@ -133,9 +132,8 @@ _SCALE = "feed_forward.scale"
 # -- fields of config.json ----------------------------------------------------------------------
 
 
-def _to_args(config: Mapping[str, Any], extension: Mapping[str, Any]) -> dict[str, Any]:
+def _to_args(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of ModelArgs that are in an InklingTextConfig's config.json itself."""
-    checked(EXTENSION, extension, dict)
     values = _checked_values(config)
     _check(values)
 
@@ -176,8 +174,7 @@ def _checked_values(config: Mapping[str, Any]) -> dict[str, Any]:
 def _check(values: Mapping[str, Any]) -> None:
     """Raise UserError for an option of Inkling's that our models do not have."""
     num_layers = values["num_hidden_layers"]
-    if num_layers > MAX_LAYERS_BY_NAME:
-        raise_unsupported("num_hidden_layers", num_layers, f"expected at most {MAX_LAYERS_BY_NAME}")
+    check_num_layers(num_layers)
     if values["hidden_act"] not in ("silu", "relu2"):
         raise_unsupported("hidden_act", values["hidden_act"], "expected silu or relu2")
     if values["logits_mup_width_multiplier"] <= 0:
@@ -290,10 +287,7 @@ def _to_fields(args: ModelArgs) -> dict[str, Any] | None:
         "tie_word_embeddings": False,
         **dict.fromkeys(TOKEN_IDS),  # not the ids of the class's own vocabulary
     }
-    extension = extension_of(first, CHANGES_TRAINING)
-    if extension:
-        config[EXTENSION] = extension
-    return config
+    return with_training_keys(config, first)
 
 
 class _Sizes(NamedTuple):

@@ -7,19 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from canon_pretrain.hf.config import (
-    CHANGES_TRAINING,
-    EXTENSION,
     FULL,
-    MAX_LAYERS_BY_NAME,
     TOKEN_IDS,
     Naming,
+    check_num_layers,
     checked,
-    extension_of,
     has_gates,
     has_input_norms,
     is_plain,
     raise_unsupported,
     repeated,
+    with_training_keys,
 )
 from canon_pretrain.hf.standard import StandardClass
 from canon_pretrain.model.args import ModelArgs, own_mixers
@@ -91,9 +89,8 @@ _NAMING = Naming(
 )
 
 
-def _to_args(config: Mapping[str, Any], extension: Mapping[str, Any]) -> dict[str, Any]:
+def _to_args(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of ModelArgs that are in an Lfm2Config's config.json itself."""
-    checked(EXTENSION, extension, dict)
     values = _DEFAULTS | dict(config)
 
     # Names of older files, which replace the newer ones.
@@ -115,8 +112,7 @@ def _to_args(config: Mapping[str, Any], extension: Mapping[str, Any]) -> dict[st
 
     # Which layers are attention; the others are convolutions.
     num_layers = values["num_hidden_layers"]
-    if num_layers > MAX_LAYERS_BY_NAME:
-        raise_unsupported("num_hidden_layers", num_layers, f"expected at most {MAX_LAYERS_BY_NAME}")
+    check_num_layers(num_layers)
     layer_types = values.get("layer_types")
     if layer_types is None:
         numbers = values.get("full_attn_idxs")
@@ -199,10 +195,7 @@ def _to_fields(args: ModelArgs) -> dict[str, Any] | None:
         "layer_types": [FULL if kind.mixer == "attention" else CONV for kind in args.layer_args],
         **dict.fromkeys(TOKEN_IDS),  # not the ids of the class's own vocabulary
     }
-    extension = extension_of(layer, CHANGES_TRAINING)
-    if extension:
-        config[EXTENSION] = extension
-    return config
+    return with_training_keys(config, layer)
 
 
 def _has_lfm2_conv(args: ModelArgs) -> bool:

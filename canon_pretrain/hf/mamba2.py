@@ -5,15 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from canon_pretrain.hf.config import (
-    CHANGES_TRAINING,
-    EXTENSION,
     TOKEN_IDS,
     Naming,
     checked,
-    extension_of,
     has_input_norms,
     is_plain,
     raise_unsupported,
+    with_training_keys,
 )
 from canon_pretrain.hf.standard import StandardClass
 from canon_pretrain.model.args import ModelArgs
@@ -92,9 +90,8 @@ _NAMING = Naming(
 )
 
 
-def _to_args(config: Mapping[str, Any], extension: Mapping[str, Any]) -> dict[str, Any]:
+def _to_args(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of ModelArgs that are in a Mamba2 config.json itself."""
-    checked(EXTENSION, extension, dict)
     values = _DEFAULTS | dict(config)
 
     # Our model has one value of these options, the class several.
@@ -139,10 +136,7 @@ def _to_fields(args: ModelArgs) -> dict[str, Any] | None:
         **_FIXED,
         **dict.fromkeys(TOKEN_IDS),  # not the ids of the class's own vocabulary
     }
-    extension = extension_of(layer, CHANGES_TRAINING)
-    if extension:
-        config[EXTENSION] = extension
-    return config
+    return with_training_keys(config, layer)
 
 
 MAMBA2_CLASS = StandardClass(

@@ -5,20 +5,18 @@ from dataclasses import replace
 from typing import Any
 
 from canon_pretrain.hf.config import (
-    CHANGES_TRAINING,
-    EXTENSION,
     FULL,
     LLAMA_NAMING,
-    MAX_LAYERS_BY_NAME,
     OLMO2_NAMING,
     TOKEN_IDS,
     Names,
+    check_num_layers,
     checked,
-    extension_of,
     has_gates,
     is_plain,
     raise_unsupported,
     repeated,
+    with_training_keys,
 )
 from canon_pretrain.hf.standard import GATED_DELTANET, LINEAR, StandardClass
 from canon_pretrain.model.args import ModelArgs
@@ -99,9 +97,8 @@ _CONV_PARTS = tuple(f"linear_attn.{part}_conv1d" for part in "qkv")
 """The modules in whose weights files have the rows of that convolution, in this order."""
 
 
-def _to_args(config: Mapping[str, Any], extension: Mapping[str, Any]) -> dict[str, Any]:
+def _to_args(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of ModelArgs that are in an OlmoHybridConfig's config.json itself."""
-    checked(EXTENSION, extension, dict)
     values = _DEFAULTS | dict(config)
     for name, supported in _FIXED.items():
         if values.get(name, supported[0]) not in supported:
@@ -169,8 +166,7 @@ def _expansion(name: str, head_dim: int, num_heads: int, dim: int) -> float:
 
 def _layer_types(num_layers: int, layer_types: Any) -> list[str]:
     """Return the types of layers, by default as the class sets them. Raises UserError."""
-    if num_layers > MAX_LAYERS_BY_NAME:
-        raise_unsupported("num_hidden_layers", num_layers, f"expected at most {MAX_LAYERS_BY_NAME}")
+    check_num_layers(num_layers)
     if layer_types is None:  # every fourth is attention, and the last one if there is none
         layer_types = [FULL if number % 4 == 3 else LINEAR for number in range(num_layers)]
         if FULL not in layer_types:
@@ -256,10 +252,7 @@ def _to_fields(args: ModelArgs) -> dict[str, Any] | None:
         "linear_allow_neg_eigval": delta.allow_neg_eigval,
         **dict.fromkeys(TOKEN_IDS),  # not the ids of the class's own vocabulary
     }
-    extension = extension_of(attention, CHANGES_TRAINING)
-    if extension:
-        config[EXTENSION] = extension
-    return config
+    return with_training_keys(config, attention)
 
 
 OLMO_HYBRID_CLASS = StandardClass(

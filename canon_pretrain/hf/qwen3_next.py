@@ -14,20 +14,18 @@ from typing import Any
 from torch import Tensor
 
 from canon_pretrain.hf.config import (
-    CHANGES_TRAINING,
     CHECKED_IN_ROPE,
-    EXTENSION,
     FULL,
-    MAX_LAYERS_BY_NAME,
     TOKEN_IDS,
     Naming,
+    check_num_layers,
     checked,
-    extension_of,
     has_gates,
     has_input_norms,
     is_plain,
     raise_unsupported,
     repeated,
+    with_training_keys,
 )
 from canon_pretrain.hf.standard import GATED_DELTANET, LINEAR, Packed, Part, StandardClass
 from canon_pretrain.model.args import RANGES, ModelArgs
@@ -118,9 +116,8 @@ _CENTERED_NORMS = ("attention_norm", "ffn_norm", "q_norm", "k_norm")
 # -- fields of config.json ----------------------------------------------------------------------
 
 
-def _to_args(config: Mapping[str, Any], extension: Mapping[str, Any]) -> dict[str, Any]:
+def _to_args(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of ModelArgs that are in a Qwen3NextConfig's config.json itself."""
-    checked(EXTENSION, extension, dict)
     values = _DEFAULTS | dict(config)
     for name, default in _DEFAULTS.items():
         values[name] = checked(name, values[name], type(default))
@@ -154,8 +151,7 @@ def _to_args(config: Mapping[str, Any], extension: Mapping[str, Any]) -> dict[st
 def _layer_types(qwen: Mapping[str, Any]) -> list[str]:
     """Return the type of each layer, FULL or LINEAR."""
     num_layers = qwen["num_hidden_layers"]
-    if num_layers > MAX_LAYERS_BY_NAME:
-        raise_unsupported("num_hidden_layers", num_layers, f"expected at most {MAX_LAYERS_BY_NAME}")
+    check_num_layers(num_layers)
 
     # Where a file has both, the class does not read the interval.
     layer_types = qwen.get("layer_types")
@@ -340,10 +336,7 @@ def _to_fields(args: ModelArgs) -> dict[str, Any] | None:
         "layer_types": [FULL if kind.mixer == "attention" else LINEAR for kind in args.layer_args],
         **dict.fromkeys(TOKEN_IDS),  # not the ids of the class's own vocabulary
     }
-    extension = extension_of(layer, CHANGES_TRAINING)
-    if extension:
-        config[EXTENSION] = extension
-    return config
+    return with_training_keys(config, layer)
 
 
 # -- weights ------------------------------------------------------------------------------------

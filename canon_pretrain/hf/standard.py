@@ -78,9 +78,9 @@ class StandardClass:
     model_type: str
     known_fields: Set[str]
     """Fields of its config.json that are read or have no effect, besides those of all classes."""
-    to_args: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
-    """Return the arguments of ModelArgs that are in a config.json itself, without its EXTENSION,
-    the second argument. Raises UserError, naming the field."""
+    to_args: Callable[[Mapping[str, Any]], dict[str, Any]]
+    """Return the arguments of ModelArgs that are in a config.json itself, without its EXTENSION.
+    Raises UserError, naming the field."""
     to_fields: Callable[[ModelArgs], dict[str, Any] | None]
     """Return a config.json, None if the class does not compute the model."""
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from canon_pretrain.checkpoint.architecture import model_args_of
@@ -19,10 +18,17 @@ from canon_pretrain.hf.export import export
 from canon_pretrain.hf.loading import load_model
 from canon_pretrain.hf.reading import import_folder
 from canon_pretrain.model.args import ModelArgs, Table
-from canon_pretrain.model.cache import Cache
 from canon_pretrain.model.counts import flops_per_token, num_parameters
 from canon_pretrain.run.folder import RunFolder
-from tests.hf_exports import check_refused, export_model, our_logits, weights_of
+from tests.hf_exports import (
+    check_equal_weights,
+    check_greedy,
+    check_refused,
+    export_model,
+    logits_in_parts,
+    our_logits,
+    weights_of,
+)
 from tests.hf_exports import quick as quick
 from tests.llama_canon import write_folder
 from tests.variants import BASE, build, random_tokens
@@ -180,24 +186,12 @@ def test_our_model_is_loaded_by_their_class(name, tmp_path):
     torch.testing.assert_close(opened(TOKENS).logits, model(TOKENS), **CLOSE)
 
     # past the window, with their cache
-    prompts = TOKENS[:, :9]
-    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    options["attention_mask"] = torch.ones_like(prompts)
-    texts = opened.generate(prompts, **options)
-    for length in range(9, 17):
-        assert torch.equal(model(texts[:, :length])[:, -1].argmax(dim=-1), texts[:, length])
+    check_greedy(opened, model, TOKENS[:, :9])
 
     # and back
     found = import_folder(out, tmp_path / "back")
     assert found.args.layer_args == args.layer_args
-    _check_equal(weights_of(found.checkpoint), dict(model.state_dict()))
-
-
-def _check_equal(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    assert tensors.keys() == expected.keys() and len(expected) > 10
-    assert [
-        name for name, tensor in tensors.items() if not torch.equal(tensor, expected[name])
-    ] == []
+    check_equal_weights(weights_of(found.checkpoint), dict(model.state_dict()))
 
 
 # -- LFM2, whose convolutions are a mixer in one file
@@ -228,9 +222,8 @@ def test_lfm2(tmp_path):
 
     # in parts, from our cache
     ours = load_model(found.checkpoint, CPU)
-    cache = Cache.of(ours.args)
-    parts = [ours(part, cache=cache) for part in TOKENS.split([9, 1, 1, 2, 8, 3], dim=1)]
-    torch.testing.assert_close(torch.cat(parts, dim=1), expected, **CLOSE)
+    logits = logits_in_parts(ours, TOKENS, [9, 1, 1, 2, 8, 3])
+    torch.testing.assert_close(logits, expected, **CLOSE)
 
     # older names of the same fields
     record = json.loads((tmp_path / "hf" / "config.json").read_text())
@@ -247,7 +240,7 @@ def test_lfm2(tmp_path):
     assert not list(out.glob("*.py"))
     opened = AutoModelForCausalLM.from_pretrained(out).eval()
     assert type(opened) is transformers.Lfm2ForCausalLM
-    _check_equal(opened.state_dict(), theirs.state_dict())
+    check_equal_weights(opened.state_dict(), theirs.state_dict())
     torch.testing.assert_close(opened(TOKENS).logits, expected, **CLOSE)
 
     # it has no norms of outputs
@@ -343,9 +336,8 @@ def test_olmo_hybrid(name, tmp_path):
 
     # in parts, from our cache
     ours = load_model(found.checkpoint, CPU)
-    cache = Cache.of(ours.args)
-    parts = [ours(part, cache=cache) for part in TOKENS.split([9, 1, 1, 2, 8, 3], dim=1)]
-    torch.testing.assert_close(torch.cat(parts, dim=1), expected, **CLOSE)
+    logits = logits_in_parts(ours, TOKENS, [9, 1, 1, 2, 8, 3])
+    torch.testing.assert_close(logits, expected, **CLOSE)
 
     # out, without code
     out = tmp_path / "out"
@@ -353,7 +345,7 @@ def test_olmo_hybrid(name, tmp_path):
     assert not list(out.glob("*.py"))
     opened = AutoModelForCausalLM.from_pretrained(out).eval()
     assert type(opened) is transformers.OlmoHybridForCausalLM
-    _check_equal(opened.state_dict(), theirs.state_dict())
+    check_equal_weights(opened.state_dict(), theirs.state_dict())
     torch.testing.assert_close(opened(TOKENS).logits, expected, **CLOSE)
 
     # the same model from other forms: the released names, with the parts of convolutions as wide as
@@ -363,7 +355,7 @@ def test_olmo_hybrid(name, tmp_path):
     for number, folder in enumerate((out, tmp_path / "hf")):
         again = import_folder(folder, tmp_path / f"again-{number}")
         assert again.args == found.args
-        _check_equal(weights_of(again.checkpoint), weights_of(found.checkpoint))
+        check_equal_weights(weights_of(again.checkpoint), weights_of(found.checkpoint))
 
 
 def test_each_field_of_olmo_hybrid_is_known():

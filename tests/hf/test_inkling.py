@@ -14,8 +14,14 @@ from canon_pretrain.hf.export import export
 from canon_pretrain.hf.loading import load_model
 from canon_pretrain.hf.reading import folder_args, import_folder
 from canon_pretrain.model.args import ModelArgs, Table
-from canon_pretrain.model.cache import Cache
-from tests.hf_exports import check_refused, export_model, our_logits, weights_of
+from tests.hf_exports import (
+    check_greedy,
+    check_refused,
+    export_model,
+    logits_in_parts,
+    our_logits,
+    weights_of,
+)
 from tests.hf_exports import quick as quick
 from tests.llama_canon import write_folder
 from tests.variants import BASE, build, random_tokens
@@ -87,9 +93,8 @@ def test_their_model_is_imported_and_exported(name, tmp_path):
 
     # in parts, from our cache
     ours = load_model(found.checkpoint, CPU)
-    cache = Cache.of(ours.args)
-    parts = [ours(part, cache=cache) for part in TOKENS.split([9, 1, 1, 2, 8, 3], dim=1)]
-    torch.testing.assert_close(torch.cat(parts, dim=1), expected, **CLOSE)
+    logits = logits_in_parts(ours, TOKENS, [9, 1, 1, 2, 8, 3])
+    torch.testing.assert_close(logits, expected, **CLOSE)
 
     # and out, without code
     out = tmp_path / "out"
@@ -195,12 +200,7 @@ def test_our_model_is_loaded_by_their_class(name, tmp_path):
     torch.testing.assert_close(opened(TOKENS).logits, model(TOKENS), **CLOSE)
 
     # past window and distances, with their cache
-    prompts = TOKENS[:, :9]
-    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    options["attention_mask"] = torch.ones_like(prompts)
-    texts = opened.generate(prompts, **options)
-    for length in range(9, 17):
-        assert torch.equal(model(texts[:, :length])[:, -1].argmax(dim=-1), texts[:, length])
+    check_greedy(opened, model, TOKENS[:, :9])
 
     # and back
     found = import_folder(out, tmp_path / "back")

@@ -19,9 +19,16 @@ from canon_pretrain.hf.export import export
 from canon_pretrain.hf.loading import load_model
 from canon_pretrain.hf.reading import import_folder
 from canon_pretrain.model.args import ModelArgs, Table
-from canon_pretrain.model.cache import Cache
 from canon_pretrain.model.counts import flops_per_token, num_parameters
-from tests.hf_exports import check_refused, export_model, our_logits, weights_of
+from tests.hf_exports import (
+    check_equal_weights,
+    check_greedy,
+    check_refused,
+    export_model,
+    logits_in_parts,
+    our_logits,
+    weights_of,
+)
 from tests.hf_exports import quick as quick
 from tests.llama_canon import write_folder
 from tests.support import ROOT
@@ -136,9 +143,8 @@ def test_their_model_is_imported_and_exported(name, tmp_path):
     assert [(layer.mixer, layer.rope_dim) for layer in found.args.layer_args] == layers
     torch.testing.assert_close(_logits_of(found.checkpoint), expected, **CLOSE)
     ours = load_model(tmp_path / "hf", CPU).double()
-    cache = Cache.of(ours.args)
-    parts = [ours(part, cache=cache) for part in TOKENS.split([40, 1, 1, 2, 26], dim=1)]
-    torch.testing.assert_close(torch.cat(parts, dim=1), expected, **CLOSE)
+    logits = logits_in_parts(ours, TOKENS, [40, 1, 1, 2, 26])
+    torch.testing.assert_close(logits, expected, **CLOSE)
 
     # gains are 1 + weight in float32, as the class computes them
     weights = weights_of(found.checkpoint)
@@ -153,19 +159,12 @@ def test_their_model_is_imported_and_exported(name, tmp_path):
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert type(opened) is Qwen3NextForCausalLM
     torch.testing.assert_close(their_logits(opened), expected, **CLOSE)
-    _check_equal(opened.state_dict(), theirs.state_dict())
+    check_equal_weights(opened.state_dict(), theirs.state_dict())
 
     # and in again: the same model, to the bit
     again = import_folder(tmp_path / "out", tmp_path / "again")
     assert again.args == found.args
-    _check_equal(weights_of(again.checkpoint), weights)
-
-
-def _check_equal(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    assert tensors.keys() == expected.keys() and len(expected) > 10
-    assert [
-        name for name, tensor in tensors.items() if not torch.equal(tensor, expected[name])
-    ] == []
+    check_equal_weights(weights_of(again.checkpoint), weights)
 
 
 OF_TRANSFORMERS_4: dict[str, Any] = {
@@ -336,17 +335,12 @@ def test_our_model_is_loaded_by_their_class(name, tmp_path):
     assert num_parameters(args) == sum(weight.numel() for weight in opened.parameters())
 
     # with their cache
-    prompts = TOKENS[:, :9]
-    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    options["attention_mask"] = torch.ones_like(prompts)
-    texts = opened.generate(prompts, **options)
-    for length in range(9, 17):
-        assert torch.equal(model(texts[:, :length])[:, -1].argmax(dim=-1), texts[:, length])
+    check_greedy(opened, model, TOKENS[:, :9])
 
     # and back: gains of at least 0.5 have the same bits
     found = import_folder(out, tmp_path / "back")
     assert found.args.layer_args == args.layer_args
-    _check_equal(weights_of(found.checkpoint), dict(model.state_dict()))
+    check_equal_weights(weights_of(found.checkpoint), dict(model.state_dict()))
 
 
 @torch.no_grad()
