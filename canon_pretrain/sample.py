@@ -25,7 +25,7 @@ from rich.text import Text
 
 from canon_pretrain.core.cli import number_type, positive, usage_error
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.terminal import Console, printable
+from canon_pretrain.core.terminal import Console, is_tty, printable
 
 if TYPE_CHECKING:  # imports torch
     from canon_pretrain.hf.sampling import Answer, Sampler, Segment, Settings
@@ -83,7 +83,8 @@ def run(arguments: argparse.Namespace) -> None:
 
     # In a terminal, a user types the prompts, if they are texts.
     is_plain = prompt is None and arguments.num is None and not arguments.json
-    if is_plain and not sampler.has_ids and sys.stdin.isatty() and sys.stdout.isatty():
+    has_user = is_tty(sys.stdin) and is_tty(sys.stdout)
+    if is_plain and not sampler.has_ids and has_user:
         converse(sampler, settings, max_tokens)
         return
 
@@ -105,7 +106,7 @@ def read_prompt(file: Path | None) -> str | None:
         if file is not None and file != STDIN:
             with open(file, encoding="utf-8") as opened:
                 text = opened.read(MAX_PROMPT + 1)
-        elif sys.stdin is None or (file is None and sys.stdin.isatty()):
+        elif sys.stdin is None or (file is None and is_tty(sys.stdin)):
             return None
         else:
             text = sys.stdin.read(MAX_PROMPT + 1)
@@ -250,7 +251,7 @@ class Stream:
             _note(f"-- {self._index + 1} of {len(self._answers)}")
 
         # A terminal shows the end of the prompt only.
-        if not sys.stdout.isatty():
+        if not is_tty(sys.stdout):
             sys.stdout.write(printable(self._prompt, "\n\t"))
             return
         cut = "\u2026" if len(self._prompt) > SHOWN_PROMPT else ""

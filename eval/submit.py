@@ -36,7 +36,7 @@ from canon_pretrain.cluster.leases import (
 )
 from canon_pretrain.core.children import kill_tree, start_child
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.terminal import Console
+from canon_pretrain.core.terminal import Console, is_tty
 from canon_pretrain.run.folder import RunFolder, named_runs
 from eval.run_command import add_evaluation_options, check_minimum
 from eval.schedule import (
@@ -211,7 +211,7 @@ def _confirm_task_files(suites: list[str], arguments: argparse.Namespace) -> Non
 
     warning = f"{', '.join(dict.fromkeys(files))}: a task file is code, which can run any command"
     answer = ""
-    if sys.stdin.isatty():
+    if is_tty(sys.stdin):
         with contextlib.suppress(EOFError):
             answer = input(f"{warning}. Let the jobs use it? [y/N] ")
 

@@ -260,6 +260,7 @@ def test_widths_grow_until_the_class_accepts_one(write):
         ({BUILD: "self.decay = args.width"}, "check.cannot_build"),
         ({INIT: "init = {}"}, "mixer.init"),
         ({INIT: 'init = {"decay": ("gauss", 1.0)}'}, "config.unknown_choice"),
+        ({BUILD: "self.decay = nn.Parameter(torch.empty(()))"}, "mixer.scalar"),
         ({IMPORTS: "import no_such_module\n"}, "mixer.import"),
         ({"class DecayingAverage(Mixer)": "class Other(Mixer)"}, "mixer.no_class"),
     ],
@@ -267,6 +268,17 @@ def test_widths_grow_until_the_class_accepts_one(write):
 def test_a_class_that_cannot_be_built_is_refused(lines, code, write):
     with refused(code):
         tiny_args(write(lines))
+
+
+def test_a_class_without_parameters_has_every_gradient(tmp_path):
+    file = tmp_path / "twice.py"
+    file.write_text(
+        "from canon_pretrain.model.mixers import Mixer\n"
+        "class Twice(Mixer):\n"
+        "    def __init__(self, args): super().__init__()\n"
+        "    def forward(self, x_BTD, context=None): return 2 * x_BTD\n"
+    )
+    assert {row.state for row in run_checks(tiny_args(f"{file}:Twice"), FAST_CHECKS)} == {"ok"}
 
 
 def test_experts_next_to_a_mixer_have_initial_values(write):

@@ -106,20 +106,29 @@ def _open(number: int, stream: TextIO) -> _PrintableStream:
     )
 
 
+def _resilient(stream: TextIO | None, number: int, own: TextIO | None) -> TextIO:
+    """Return Python's own stream, or None for one that was closed, as one that drops; others as is.
+
+    `>&-` closes stdout. /dev/null then takes its number, which the next file would have, so that
+    output of other programs does not get into that file.
+    """
+    if stream is None:
+        return open(os.devnull, "w", encoding="utf-8", errors="backslashreplace")
+    if stream is not own:
+        return stream
+    with contextlib.suppress(OSError):
+        stream.flush()
+    return _open(number, stream)
+
+
 @contextlib.contextmanager
 def resilient_output() -> Iterator[None]:
     """Make sys.stdout and sys.stderr drop what cannot be written, within the block."""
     before = (sys.stdout, sys.stderr)
 
     # Replace Python's own streams, but not those of a test.
-    out = sys.__stdout__
-    err = sys.__stderr__
-    if out and err and sys.stdout is out:
-        for stream in (out, err):
-            with contextlib.suppress(OSError):
-                stream.flush()
-        sys.stdout = _open(STDOUT, out)
-        sys.stderr = _open(STDERR, err)
+    sys.stdout = _resilient(sys.stdout, STDOUT, sys.__stdout__)
+    sys.stderr = _resilient(sys.stderr, STDERR, sys.__stderr__)
 
     try:
         yield
@@ -148,7 +157,8 @@ def run_process(main: Callable[[], None]) -> None:
         code = EXIT_INTERRUPTED
 
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # a full disk, a closed stream
+        # AttributeError: None, as after `>&-`
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # a full disk, closed
             stream.flush()
     os._exit(code)
 

@@ -3,7 +3,7 @@
 import time
 import unicodedata
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 import rich.console
 import rich.progress
@@ -12,6 +12,11 @@ from rich.segment import Segment
 
 class Rendered(str):
     """Text whose control characters are our own: colors and cursor movements."""
+
+
+def is_tty(stream: TextIO | None) -> bool:
+    """Return whether sys.stdin or sys.stdout is a terminal; they are None if they were closed."""
+    return stream is not None and stream.isatty()
 
 
 def printable(text: str, keep: str = "") -> str:

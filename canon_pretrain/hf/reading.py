@@ -157,6 +157,8 @@ def folder_args(
 
     # The class.
     model_type = config.get("model_type")
+    if not isinstance(model_type, str | None):
+        model_type = repr(model_type)  # a list has no hash, and is refused below
     if model_type in REFUSED_TYPES:
         name, reason = REFUSED_TYPES[model_type]
         raise_unsupported(name, config.get(name), f"{model_type}: {reason}")

@@ -36,8 +36,8 @@ def initial_value(args: ModelArgs, name: str, shape: torch.Size) -> InitialValue
     std in^-1/2 (D^-1/2, and F^-1/2 for w2) cut at 3 sigma. With `output_gate_rank`, both low-rank
     products have the deviation 0.02 of one matrix, as the release's.
 
-    Raises UserError for a parameter that the user's own mixer has not declared, ValueError for
-    another unknown name.
+    Raises UserError for a parameter that the user's own mixer has not declared, or that has no
+    dimension; ValueError for another unknown name.
     """
     name = plain_name(name)
     # The arguments are those of the parameter's layer.
@@ -48,6 +48,13 @@ def initial_value(args: ModelArgs, name: str, shape: torch.Size) -> InitialValue
 
     value = _usual_value(args, name, torch.Size(shape))
     own_name = name.partition(".attention.")[2]
+    if own_name and args.is_own_mixer and not shape:
+        raise UserError(
+            "mixer.scalar",
+            f"{args.mixer}: {name} has no dimension, and FSDP2 shards the first one of each "
+            "parameter: use torch.empty(1)",
+            name=name,
+        )
     if own_name and args.mixer != "attention":
         value = mixer_class(args.mixer).initial_value(args, own_name, value)
     if value.kind != UNKNOWN:

@@ -965,7 +965,11 @@ def check_every_gradient(subject: Subject) -> str:
     with exact():
         call = _gradient_call(subject)
         parameters = {n: p for n, p in call.mixer.named_parameters() if p.requires_grad}
-        y_BTD = call(call.x_BTD)
+        if not parameters:
+            return "0 parameters"
+
+        # x too: without it, a class that uses none of its parameters has no graph.
+        y_BTD = call(call.x_BTD.requires_grad_())
 
         # Of a random sum of the result: in a plain one, gradients can cancel to exactly 0.
         generator = torch.Generator().manual_seed(6)

@@ -21,7 +21,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from canon_pretrain.core import terminal
-from canon_pretrain.core.terminal import duration, printable, size
+from canon_pretrain.core.terminal import duration, is_tty, printable, size
 from canon_pretrain.run.background import Background
 
 logger = logging.getLogger()
@@ -240,7 +240,7 @@ class Console:
 def is_terminal() -> bool:
     """Return whether stdout is a terminal that can redraw lines."""
     terminal_type = os.environ.get("TERM", "")
-    return sys.stdout.isatty() and terminal_type not in ("dumb", "unknown", "")
+    return is_tty(sys.stdout) and terminal_type not in ("dumb", "unknown", "")
 
 
 def sparkline(values: Collection[float]) -> str:

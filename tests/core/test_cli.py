@@ -38,6 +38,9 @@ with command(prints="prints" in sys.argv), open(sys.argv[1], "w") as file:
         (">/dev/full", [], 0),
         ("| true", [], 0),
         (">/dev/full 2>&1", [], 0),
+        (">&-", [], 0),
+        ("2>&-", [], 0),
+        ("<&- >&- 2>&-", [], 0),
         # of a command whose output is its result, but a reader may stop early
         (">/dev/full", ["prints"], 2),
         ("; exit $?", ["prints"], 0),

@@ -452,6 +452,9 @@ def test_unknown_fields(tmp_path):
 def test_fields_that_are_ignored(tmp_path):
     folder = small_folder(tmp_path, embedding_multiplier=1.0, model_type="granite")
     check_refused(folder, "hf.model_type", given="granite")
+    for model_type in (["llama"], {}, 1):
+        wrong = small_folder(tmp_path / str(model_type), model_type=model_type)
+        check_refused(wrong, "hf.model_type", given=repr(model_type))
     check_refused(folder, "hf.unknown_fields", options={"ignore": ["model_type"]})
 
     names = ["model_type", "embedding_multiplier"]

@@ -522,6 +522,14 @@ def test_a_prompt_may_be_piped(base, pipe, capsys, options, content, prompt):
     assert json.loads(capsys.readouterr().out)["prompt"] == prompt
 
 
+def test_a_closed_stdin_is_no_prompt(base, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", None)  # what Python sets for `<&-`
+
+    main([str(base / "run"), "--max_tokens", "1", "--json"])
+
+    assert json.loads(capsys.readouterr().out)["prompt"] == ""
+
+
 def test_a_piped_prompt_is_utf8(base, pipe, capsys):
     pipe(b"\xff")
 
