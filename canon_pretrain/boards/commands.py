@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from canon_pretrain.boards.board import Board, read_board
 from canon_pretrain.boards.driver import Driver, read_failures
+from canon_pretrain.boards.models import planned_models, unequal
 from canon_pretrain.boards.plan import check_promises, plan_board, promised_by, read_plan
 from canon_pretrain.boards.stops import RACE, read_race
 from canon_pretrain.cluster.planned import num_steps, planned_values
@@ -109,8 +110,16 @@ def run_plan(arguments: argparse.Namespace) -> None:
 
 def _plan(arguments: argparse.Namespace) -> Sweep:
     folder = _folder(arguments)
-    sweep, num_new = plan_board(read_board(arguments.board), folder, extend=arguments.extend)
+    board = read_board(arguments.board)
+    sweep, num_new = plan_board(board, folder, extend=arguments.extend)
     print(f"{folder}: {len(sweep.runs)} runs, {num_new} of them new")
+
+    # Arms of a size should be equally large.
+    parameters: dict[str, dict[str, int]] = {arm: {} for arm in board.arms}
+    for (setting, arm), model in planned_models(board, sweep).items():
+        parameters[arm][setting] = model.parameters
+    for sentence in unequal(parameters):
+        print(sentence)
     return sweep
 
 

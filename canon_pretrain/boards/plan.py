@@ -4,6 +4,7 @@ Until a run has started, a board may change in any way; after that it may only b
 that holds a run of another plan, or an earlier one, has failed: it is neither trained nor counted.
 """
 
+import itertools
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -141,13 +142,15 @@ def _planned_runs(board: Board, folder: Path) -> list[PlannedRun]:
     paths = {place: _path(folder, stem) for stem, place in board.places.items()}
     runs = []
     for setting in board.settings:
-        rates: list[float | None] = [*board.task_of(setting).learning_rates]
-        for seed in board.seeds:
-            for rate in rates or [None]:
-                for arm in board.arms:
-                    path = paths[setting, arm]
-                    name = run_name(path, rate, seed)
-                    runs.append(PlannedRun(name, str(path), rate, seed))
+        rates_of: dict[str, list[float | None]] = {}
+        for arm in board.arms:
+            rates_of[arm] = [*board.rates_of(setting, arm)] or [None]
+        all_rates = dict.fromkeys(itertools.chain.from_iterable(rates_of.values()))
+        for seed, rate, arm in itertools.product(board.seeds, all_rates, board.arms):
+            if rate in rates_of[arm]:
+                path = paths[setting, arm]
+                name = run_name(path, rate, seed)
+                runs.append(PlannedRun(name, str(path), rate, seed))
     return runs
 
 
@@ -172,12 +175,15 @@ def _config(board: Board, folder: Path, stem: str, windows: int | None) -> Confi
     number; held-out text has as many as it has.
     """
     setting, arm = board.places[stem]
-    dotted = dict(board.settings[setting])
-    for key, value in board.arms[arm].items():
-        dotted[f"model.{key}"] = value
-
     base = board.task_of(setting).config
     base_values = planned_values(Path(base))
+
+    # The task's values, then those of [model]: architecture and size, which its mixer completes.
+    dotted = dict(board.settings[setting])
+    sizes = board.completed_sizes(setting, arm, base_values.get("model", {}))
+    for key, value in (board.arms[arm] | sizes).items():
+        dotted[f"model.{key}"] = value
+
     is_synthetic = "task" in base_values.get("data", {})
     has_windows = "windows" in base_values.get("validation", {})
     if windows and is_synthetic and not has_windows:
