@@ -14,6 +14,7 @@ DIR/report.html, .json and .md. No torch.
 import argparse
 import dataclasses
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from canon_pretrain.boards.board import Board, read_board
 from canon_pretrain.boards.driver import Driver, read_failures
 from canon_pretrain.boards.models import planned_models, unequal
 from canon_pretrain.boards.plan import check_promises, plan_board, promised_by, read_plan
+from canon_pretrain.boards.price import board_price, price_lines
 from canon_pretrain.boards.stops import RACE, read_race
 from canon_pretrain.cluster.planned import num_steps, planned_values
 from canon_pretrain.cluster.sweep import (
@@ -34,6 +36,7 @@ from canon_pretrain.cluster.sweep import (
     sweep_rows,
 )
 from canon_pretrain.core.cli import EXIT_INTERRUPTED, available_cores, positive
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.lock import locked
 from canon_pretrain.machine.hardware import visible_gpus
 from canon_pretrain.report.status import ACTIVE_STATES
@@ -115,11 +118,16 @@ def _plan(arguments: argparse.Namespace) -> Sweep:
     print(f"{folder}: {len(sweep.runs)} runs, {num_new} of them new")
 
     # Arms of a size should be equally large.
+    models = planned_models(board, sweep)
     parameters: dict[str, dict[str, int]] = {arm: {} for arm in board.arms}
-    for (setting, arm), model in planned_models(board, sweep).items():
+    for (setting, arm), model in models.items():
         parameters[arm][setting] = model.parameters
     for sentence in unequal(parameters):
         print(sentence)
+
+    price = board_price(board, sweep, models)
+    if price is not None:
+        print(*price_lines(price), sep="\n")
     return sweep
 
 
@@ -220,8 +228,16 @@ def run_status(arguments: argparse.Namespace) -> None:
     rows = _rows(sweep, raced, folder)
     if arguments.json:
         print_rows(rows)
-    else:
-        show_table(rows)
+        return
+    show_table(rows)
+
+    # What the runs that are left take; a damaged board has its table all the same.
+    with suppress(UserError):
+        board, sweep = read_plan(folder)
+        ended = [row.name for row in rows if row.state in ("done", "raced")]
+        price = board_price(board, sweep, planned_models(board, sweep), ended, folder)
+        if price is not None:
+            print(*price_lines(price), sep="\n")
 
 
 def run_report(arguments: argparse.Namespace) -> None:

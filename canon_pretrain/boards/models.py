@@ -24,6 +24,7 @@ class PlannedModel:
     """The model of an arm on a task, and how long it trains."""
 
     mixers: tuple[str, ...]
+    num_layers: int
     parameters: int
     flops_per_token: int
     steps: int
@@ -45,6 +46,7 @@ def _planned_model(values: dict[str, dict[str, object]]) -> PlannedModel:
     training = values.get("training", {})
     return PlannedModel(
         mixers=tuple(dict.fromkeys(layer.mixer for layer in args.kinds.values())),
+        num_layers=args.num_layers,
         parameters=num_parameters(args),
         flops_per_token=flops_per_token(args, args.max_seq_len),
         steps=num_steps(values),
