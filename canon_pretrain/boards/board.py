@@ -21,7 +21,8 @@ learning_rates = [5e-3]           # default: that of the config
 rates = { moe = [1e-2] }          # optional: as [rates], for this task
 score = "exact"                   # default: the task's main one; "loss": the held-out loss
 set = { "training.steps" = 500 }  # other values of the config
-[tasks.copy.difficulties.n64]     # optional; the same as `set`
+seeds = [0, 1]                    # optional: others than those of the board
+[tasks.copy.difficulties.n64]     # optional; the same as `set`, also another `config`
 "data.task.n" = 64
 [[claims]]                        # one-sided tests, planned before the runs
 task = "copy/n64"
@@ -31,6 +32,15 @@ margin = 0.0                      # above 0: `better` is not worse by more than 
 [reference]                       # optional: scores of a publication, shown beside the board's
 source = "their paper, table 2"
 values = { "copy/n64" = { rope_canon = 0.99, rope = 0.41 } }
+
+A board may come in several sizes, and take its tables from other files by `extends`:
+
+question = "Does Canon copy?"     # shown by `canon playground paper`
+only = ["rope", "rope_canon"]     # of [architectures], in this order
+[tiers.laptop]                    # with `--tier laptop`, merged over the rest of the file
+seeds = [0]
+[tiers.laptop.tasks.copy]
+config = "../tiny/copy.toml"
 """
 
 import dataclasses
@@ -56,7 +66,7 @@ from canon_pretrain.model.args import (
     is_own_mixer,
 )
 from canon_pretrain.model.mixer_table import RECURRENT
-from canon_pretrain.run.config import build, read_experiment
+from canon_pretrain.run.config import build, merge, read_experiment
 from canon_pretrain.stats.claims import Claim
 
 BOARD = "board.json"
@@ -68,6 +78,8 @@ MODEL_KEYS = {field.name for field in dataclasses.fields(ModelArgs)} - {"max_seq
     "mixer_backend",
     "canon_backend",
 }
+CONFIG = "config"  # key of a difficulty, among dotted ones
+TIERS = "tiers"
 FAMILIES = ("moe", "linear")  # of [rates]: mixtures of experts, models of recurrences only
 Settings = dict[str, Any]
 
@@ -82,6 +94,7 @@ class BoardTask:
     score: str = ""
     set: Settings = field(default_factory=dict)
     difficulties: dict[str, Settings] = field(default_factory=dict)
+    seeds: list[Seed] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -110,6 +123,8 @@ class Board:
         settings: dict[str, Settings] = {}
         for name, task in self.tasks.items():
             settings |= _variants(name, task.set, task.difficulties)
+        for values in settings.values():
+            values.pop(CONFIG, None)
         return settings
 
     @property
@@ -138,6 +153,15 @@ class Board:
 
     def task_of(self, setting: str) -> BoardTask:
         return self.tasks[setting.partition("/")[0]]
+
+    def config_of(self, setting: str) -> str:
+        """Return the config of a task/difficulty."""
+        task = self.task_of(setting)
+        difficulty = task.difficulties.get(setting.partition("/")[2], {})
+        return str(difficulty.get(CONFIG, task.config))
+
+    def seeds_of(self, setting: str) -> list[Seed]:
+        return self.task_of(setting).seeds or self.seeds
 
     def rates_of(self, setting: str, arm: str) -> list[Rate]:
         """Return the learning rates of an arm on a task; none: that of the task's config.
@@ -180,7 +204,7 @@ class Board:
 def _variants(name: str, values: Settings, changes: dict[str, Settings]) -> dict[str, Settings]:
     """Return the values with each change, by NAME/CHANGE; without changes by NAME."""
     if not changes:
-        return {name: values}
+        return {name: dict(values)}
     variants = {}
     for change, changed_values in changes.items():
         variants[f"{name}/{change}"] = {**values, **changed_values}
@@ -203,9 +227,26 @@ def _shape(model: Settings) -> Settings:
     return {key: getattr(args, key) for key in SHAPE_FIELDS}
 
 
-def read_board(path: Path) -> Board:
-    """Read and check BOARD.toml. Raises UserError."""
-    values = dict(read_experiment(path))
+@dataclass(frozen=True)
+class BoardFile:
+    """What BOARD.toml says besides the board: what it asks, and its tiers."""
+
+    question: str
+    tiers: list[str]
+
+
+def read_board_file(path: Path) -> BoardFile:
+    """Read what `canon playground paper` shows of BOARD.toml. Raises UserError."""
+    values = read_experiment(path)
+    return BoardFile(str(values.get("question", "")), [*values.get(TIERS, {})])
+
+
+def read_board(path: Path, tier: str = "") -> Board:
+    """Read and check BOARD.toml, at one of its tiers if it has some. Raises UserError."""
+    values = _at_tier(dict(read_experiment(path)), tier, path)
+    values.pop("question", None)
+    if "only" in values:
+        values["architectures"] = _selected(values, path)
     values["sizes"] = _named_sizes(values.get("sizes", {}))
     try:
         board = _build(values, str(path))
@@ -221,18 +262,53 @@ def read_board(path: Path) -> Board:
     _check(board, path)
 
     # Paths of configs are relative to BOARD.toml, else to the working directory.
+    def absolute(config: str) -> str:
+        beside = path.parent / config
+        return os.path.abspath(beside if beside.exists() else config)
+
     tasks = {}
     for name, task in board.tasks.items():
-        config = path.parent / task.config
-        if not config.exists():
-            config = Path(task.config)
-        tasks[name] = dataclasses.replace(task, config=os.path.abspath(config))
+        difficulties = {}
+        for difficulty, changes in task.difficulties.items():
+            difficulties[difficulty] = dict(changes)
+            if CONFIG in changes:
+                difficulties[difficulty][CONFIG] = absolute(str(changes[CONFIG]))
+        tasks[name] = dataclasses.replace(
+            task, config=absolute(task.config), difficulties=difficulties
+        )
 
     # So are those of own mixers.
     architectures = {
         name: _with_mixer_paths(model, path.parent) for name, model in board.architectures.items()
     }
     return dataclasses.replace(board, tasks=tasks, architectures=architectures)
+
+
+def _at_tier(values: Settings, tier: str, path: Path) -> Settings:
+    """Return the values of a file at a tier, which is merged over the others."""
+    tiers = values.pop(TIERS, {})
+    if not isinstance(tiers, dict) or not all(isinstance(x, dict) for x in tiers.values()):
+        raise UserError("board.type", f"{path}: [tiers]: expected a table per tier", key=TIERS)
+    if tier not in (tiers or [""]):
+        expected = f"one of --tier {', '.join(tiers)}" if tiers else "no --tier: it has none"
+        raise UserError(
+            "board.tier",
+            f"{path}: {f'the tier {tier!r}' if tier else 'no tier'}: expected {expected}."
+            f"{suggestion(tier, tiers)}",
+            given=tier,
+        )
+    return merge(values, tiers.get(tier, {}))
+
+
+def _selected(values: Settings, path: Path) -> Settings:
+    """Return the architectures that `only` names, in its order."""
+    names = values.pop("only")
+    architectures = values.get("architectures", {})
+    if not isinstance(names, list) or not isinstance(architectures, dict):
+        raise UserError("board.type", f"{path}: only = {names!r}: expected a list", key="only")
+    for name in names:
+        _check_name(name, architectures, path)
+    return {name: architectures[name] for name in names}
 
 
 def _named_sizes(sizes: Any) -> Any:
@@ -306,6 +382,7 @@ def _check(board: Board, path: Path) -> None:
     _check_rates("rates", board.rates, board, path)
     for name, task in board.tasks.items():
         _check_once(f"tasks.{name}.learning_rates", task.learning_rates, path)
+        _check_once(f"tasks.{name}.seeds", task.seeds, path)
         _check_rates(f"tasks.{name}.rates", task.rates, board, path)
 
     # Keys of [model] exist, and none is set that the board sets for each run.
@@ -392,11 +469,11 @@ def _check_free(key: str, own_keys: set[str], path: Path) -> None:
 
 
 def _check_name(name: str, valid_names: Collection[str], path: Path) -> None:
-    """Raise UserError if a claim or the reference names what the board does not have."""
+    """Raise UserError if a claim, the reference or `only` names what the board does not have."""
     if name not in valid_names:
         raise UserError(
             "board.claim",
-            f"{path}: a claim or [reference] names {name!r}, expected one of "
+            f"{path}: a claim, [reference] or `only` names {name!r}, expected one of "
             f"{', '.join(valid_names)}.{suggestion(name, valid_names)}",
             given=name,
         )

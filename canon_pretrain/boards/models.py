@@ -6,12 +6,10 @@ No torch, unless a mixer is the user's own.
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
-from canon_pretrain.boards.board import Board
+from canon_pretrain.boards.board import Settings
 from canon_pretrain.boards.results import size_of
-from canon_pretrain.cluster.planned import num_steps, planned_model, planned_values
-from canon_pretrain.cluster.sweep import Sweep
+from canon_pretrain.cluster.planned import num_steps, planned_model
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.model.counts import flops_per_token, num_parameters
 
@@ -31,17 +29,21 @@ class PlannedModel:
     tokens_per_step: int
 
 
-def planned_models(board: Board, sweep: Sweep) -> dict[tuple[str, str], PlannedModel]:
-    """Return the model of each task/difficulty and arm, without those that cannot be counted."""
+def planned_models(
+    values: Mapping[tuple[str, str], Settings],
+) -> dict[tuple[str, str], PlannedModel]:
+    """Return the models by task/difficulty and arm, without those that cannot be counted.
+
+    `values`: of their configs.
+    """
     models = {}
-    for config in sweep.configs:
-        values = planned_values(Path(config))
+    for place, config in values.items():
         with suppress(UserError):  # a mixer of the user's own that does not run yet
-            models[board.place_of(config)] = _planned_model(values)
+            models[place] = _planned_model(config)
     return models
 
 
-def _planned_model(values: dict[str, dict[str, object]]) -> PlannedModel:
+def _planned_model(values: Settings) -> PlannedModel:
     args = planned_model(values)
     training = values.get("training", {})
     return PlannedModel(
@@ -50,7 +52,7 @@ def _planned_model(values: dict[str, dict[str, object]]) -> PlannedModel:
         parameters=num_parameters(args),
         flops_per_token=flops_per_token(args, args.max_seq_len),
         steps=num_steps(values),
-        tokens_per_step=int(str(training["global_batch_size"])) * args.max_seq_len,
+        tokens_per_step=training["global_batch_size"] * args.max_seq_len,
     )
 
 
@@ -83,6 +85,6 @@ def unequal(parameters: Mapping[str, Mapping[str, int]]) -> list[str]:
 
 
 def _millions(count: int) -> str:
-    if count < 100_000:
+    if count < 1_000_000:
         return f"{count:,}"
     return f"{count / 1e6:.1f}M"

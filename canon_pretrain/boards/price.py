@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from canon_pretrain.boards.board import Board
 from canon_pretrain.boards.models import PlannedModel
-from canon_pretrain.cluster.sweep import PlannedRun, Sweep
+from canon_pretrain.cluster.sweep import PlannedRun
 from canon_pretrain.core.cli import available_cores
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import duration
@@ -40,8 +40,8 @@ class Processor:
     """What a step takes besides, and each of its layers; at least, if `overlaps`."""
     start_s: float
     """Start, compilation and last validation of a run."""
-    recurrent_factor: float
-    """Time of a step of recurrences over that of attention."""
+    factors: Mapping[str, float]
+    """Time of a step over that of attention, at equal FLOPs, by mixer."""
     overlaps: bool
     """Whether the host's part of a step overlaps with the products."""
 
@@ -50,30 +50,35 @@ class Processor:
         products_s = model.tokens_per_step * model.flops_per_token / self.flops
         host_s = self.step_s + model.num_layers * self.layer_s
         step_s = max(products_s, host_s) if self.overlaps else products_s + host_s
-        if any(mixer in RECURRENT for mixer in model.mixers):
-            step_s *= self.recurrent_factor
-        return self.start_s + model.steps * step_s
+        factor = max(self.factors.get(mixer, 1.0) for mixer in model.mixers)
+        return self.start_s + model.steps * step_s * factor
 
 
 # Of runs on a core of a Xeon and an EPYC: 366 steps of 1.2 GFLOP in two layers take 29 CPU seconds
-# with RoPE + Canon (these give 27) and 35 with GatedDeltaNet (34); the 90 runs of laptop.toml 42 to
-# 47 CPU minutes (54), the 14 of lm.toml, four layers of width 256, 72 (73).
+# with RoPE + Canon (these give 30) and 35 with GatedDeltaNet (37), whose factor the other
+# recurrences have too; the 90 runs of laptop.toml 42 to 47 CPU minutes (56), the 14 of lm.toml 72
+# (73).
 CORE = Processor(
     name="CPU core",
     flops=70e9,
     step_s=0.02,
     layer_s=0.015,
     start_s=5,
-    recurrent_factor=1.3,
+    factors=dict.fromkeys(RECURRENT, 1.3),
     overlaps=False,
 )
+# Computed from kernels, `plan --gpu h100`, for depo1_n225 at 12L768D and 8L512D: counted FLOPs are
+# 45 and 40 % of the peak with attention, 34 and 25 % with GLA + Canon, 28 and 17 % with
+# GatedDeltaNet, 13 and 9 % with Mamba2, 36 and 33 % with experts. The host's part and the
+# start are assumed.
+PEAK_SHARE = 0.42
 H100 = Processor(
     name="H100",
-    flops=0.33 * GPUS["h100"].peak_flops,
+    flops=PEAK_SHARE * GPUS["h100"].peak_flops,
     step_s=0.008,
     layer_s=0.001,
     start_s=60,
-    recurrent_factor=1.5,
+    factors={"gla": 1.45, "gated_deltanet": 1.9, "mamba2": 3.9},
     overlaps=True,
 )
 
@@ -120,7 +125,7 @@ class BoardPrice:
 
 def board_price(
     board: Board,
-    sweep: Sweep,
+    runs: Sequence[PlannedRun],
     models: Mapping[tuple[str, str], PlannedModel],
     ended: Collection[str] = (),
     folder: Path | None = None,
@@ -129,7 +134,7 @@ def board_price(
 
     `ended`: names of runs that are over. `folder`: of the runs, whose time here is read.
     """
-    counted = [run for run in sweep.runs if board.place_of(run.config) in models]
+    counted = [run for run in runs if board.place_of(run.config) in models]
     if not counted:
         return None
     here, num_here = this_machine()
@@ -152,8 +157,8 @@ def board_price(
     places = {(run.config, run.seed) for run in counted}
     several_rates = len(counted) > len(places)
     return BoardPrice(
-        num_runs=len(sweep.runs),
-        num_left=len([run for run in sweep.runs if run.name not in ended]),
+        num_runs=len(runs),
+        num_left=len([run for run in runs if run.name not in ended]),
         here=here,
         num_here=num_here,
         cost_here=_cost([factor * seconds(run, here) for run in counted]),
@@ -214,7 +219,7 @@ def price_lines(price: BoardPrice) -> Iterator[str]:
     if price.race_shares is not None:
         low, high = price.race_shares
         race = f"; --race took {100 * low:.0f} to {100 * high:.0f} % of the tokens in simulations"
-    yield f"  from counted FLOPs; {known}, 33 % of its peak on an H100{race}"
+    yield f"  from counted FLOPs; {known}, {PEAK_SHARE:.0%} of an H100's peak{race}"
 
 
 def _place(count: int, name: str) -> str:
