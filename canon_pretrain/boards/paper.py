@@ -1,7 +1,7 @@
 """The paper's figures as boards: what each asks and takes, and what is done here.
 
 A figure is train_configs/playground/boards/paper/figureN.toml, with the tiers laptop, node and
-paper. No torch.
+paper, of text only paper. No torch.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from canon_pretrain.run.folder import RunFolder
 FOLDER = Path("train_configs", "playground", "boards", "paper")
 LAPTOP = "laptop"
 """The tier that is priced on this machine; the others on H100s."""
-NOT_BOARDS = "Figures 1, 2, 3, 6 and 18 are drawings; 17, 24 and 25 are of 1.3B models on text."
+NOT_BOARDS = "Figures 1, 2, 3, 6 and 18 are drawings; 24 and 25 are of the runs of 17, on text."
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,22 @@ from canon_pretrain.boards.board import read_board, read_board_file
 from canon_pretrain.boards.models import planned_models
 from canon_pretrain.boards.plan import board_values, plan_board, planned_runs
 from canon_pretrain.boards.price import CORE, board_price
-from canon_pretrain.cluster.planned import num_steps, planned_model, planned_values
+from canon_pretrain.cluster.planned import (
+    num_steps,
+    planned_identity,
+    planned_model,
+    planned_values,
+)
 from canon_pretrain.core.files import write_atomic
 from tests.support import ROOT, canon_stage, command_error
 
 main = canon_stage("playground")
 
 FOLDER = ROOT / "train_configs" / "playground" / "boards" / "paper"
-FIGURES = {figure.path.stem: figure for figure in paper.find_figures(FOLDER)}
-TIERS = ("laptop", "node", "paper")
-NUMBERS = {4, 5, *range(7, 17), *range(19, 24), *range(26, 31)}
+ALL = {figure.path.stem: figure for figure in paper.find_figures(FOLDER)}
+TEXT = ("figure17", "figure17_seeds")
+FIGURES = [name for name in ALL if name not in TEXT]
+NUMBERS = {4, 5, *range(7, 18), *range(19, 24), *range(26, 31)}
 FOUR_SIZES = ["8L512D", "8L768D", "12L512D", "12L768D"]
 
 
@@ -28,10 +34,13 @@ def price_of(board):
 
 
 def test_every_figure_of_synthetic_tasks_has_its_file():
-    assert {figure.number for figure in FIGURES.values()} == NUMBERS
-    assert [figure.number for figure in FIGURES.values()] == sorted(
-        figure.number for figure in FIGURES.values()
-    )
+    numbers = [figure.number for figure in ALL.values()]
+    assert {*numbers} == NUMBERS
+    assert numbers == sorted(numbers)
+    for name, figure in ALL.items():
+        file = read_board_file(figure.path)
+        assert file.tiers == (["paper"] if name in TEXT else ["laptop", "node", "paper"])
+        assert file.question.endswith("?")
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -64,7 +73,7 @@ def test_a_figure_is_planned_at_the_node_tier_in_a_weekend(name, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", ALL)
 def test_a_figure_is_planned_at_the_paper_tier(name, tmp_path):
     plan_board(read_board(FOLDER / f"{name}.toml", "paper"), tmp_path)
 
@@ -73,7 +82,6 @@ def test_a_figure_is_planned_at_the_paper_tier(name, tmp_path):
 def test_the_paper_tier_is_the_appendix(name):
     """All rates of appendix A, its difficulties, and the configs as they are."""
     board = read_board(FOLDER / f"{name}.toml", "paper")
-    assert {*FIGURES} >= {name}
     for setting in board.settings:
         config = Path(board.config_of(setting))
         assert config.parent == FOLDER.parent.parent
@@ -145,6 +153,44 @@ def test_the_numbers_of_figure_27_are_its_reference():
     row = [values["brevo1/n70"][f"rope/{size}"] for size in FOUR_SIZES]
     assert row == [0.456, 0.769, 0.798, 0.885]
     assert "lano/cfg3f" not in values  # lost
+
+
+# Architectures of figure17.toml -> the config of the same run in train_configs/.
+TEXT_RUNS = {
+    "rope": "rope",
+    "rope_canon": "rope_canon",
+    "quarter_canon": "partial_rope_canon",
+    "nope": "nope",
+    "nope_canon": "nope_canon",
+    "gpt2": "gpt2_rope",
+    "gpt2_r2": "gpt2_rope_r2",
+    "gla": "gla",
+    "gla_canon": "gla_canon",
+    "mamba2_noconv": "mamba2_noconv",
+    "mamba2": "mamba2",
+    "mamba2_canon": "mamba2_canon",
+    "mamba2_mlp": "mamba2_mlp",
+    "mamba2_mlp_canon": "mamba2_mlp_canon",
+    "gated_deltanet": "gated_deltanet",
+}
+
+
+def test_runs_on_text_are_those_of_the_files_at_1b3():
+    """The same identity: model, data, optimizer and schedule."""
+    board = read_board(FOLDER / "figure17.toml", "paper")
+    assert [*board.architectures] == [*TEXT_RUNS]
+    values = board_values(board)
+    for arm, name in TEXT_RUNS.items():
+        for task, prefix in (("fineweb_edu", ""), ("slimpajama", "slimpajama_")):
+            config = ROOT / "train_configs" / f"{prefix}{name}.toml"
+            if config.exists():
+                expected = planned_identity(planned_values(config))
+                assert planned_identity(values[task, arm]) == expected, (task, arm)
+
+    rates = board.rates_of("slimpajama", "rope"), board.rates_of("fineweb_edu", "mamba2_mlp")
+    assert rates == ([1e-3, 2e-3], [5e-4, 1e-3, 2e-3])
+    seeds = read_board(FOLDER / "figure17_seeds.toml", "paper")
+    assert ([*seeds.architectures], seeds.seeds) == (["rope"], [*range(8)])
 
 
 # -- the command and the format
