@@ -249,6 +249,11 @@ COMMANDS: dict[str, Command | Group] = {
                 "write DIR/report.html, .json, .md",
                 prints=True,
             ),
+            "paper": Command(
+                "canon_pretrain.boards.paper",
+                "list the paper's figures: what each takes, and what is done here",
+                prints=True,
+            ),
             "compare": Command(
                 "canon_pretrain.compare",
                 "is the mixer in FILE.py:Name better? check it, train a board of tiny tasks",

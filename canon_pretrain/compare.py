@@ -231,6 +231,7 @@ def run_compare(arguments: argparse.Namespace) -> None:
     # Train and show it as any other board.
     run_run(
         argparse.Namespace(
+            tier="",
             board=board_file,
             out=folder,
             extend=(folder / PLAN).exists(),

@@ -9,7 +9,7 @@ import pytest
 from canon_pretrain.boards.board import read_board
 from canon_pretrain.boards.plan import plan_board
 from canon_pretrain.model.args import fill_sizes, flavor
-from canon_pretrain.model.counts import layer_parameters, num_parameters
+from canon_pretrain.model.counts import active_parameters, layer_parameters, num_parameters
 from canon_pretrain.synthetic.tasks import TASKS
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.train import main
@@ -181,6 +181,45 @@ def test_linear_models_have_the_sizes_of_llama(name, size):
     assert low <= round(ratio, 3) <= high
     matrices = 6 if args.ffn == "none" else 12
     assert layer_parameters(args) == pytest.approx(matrices * dim**2, rel=0.06)
+
+
+# Capo's 8-6: 8 layers, 6 heads, width 384 (appendix C). Counted; heads are those of the appendix.
+CAPO_8_6 = {
+    "llama": ({}, 15_341_568, 8, 6),
+    "gla": ({"mixer": "gla"}, 15_417_600, 8, 4),
+    "mamba2": ({"mixer": "mamba2"}, 16_311_040, 16, 16),
+    "mamba2(mlp)": ({"mixer": "mamba2", "ffn": "gated"}, 15_826_304, 8, 16),
+    "gated_deltanet": ({"mixer": "gated_deltanet"}, 15_452_736, 8, 12),
+    "gpt2": ({"ffn": "standard"}, 15_341_568, 8, 6),
+    "moe": ({"ffn": "moe"}, 81_500_160, 8, 6),
+}
+
+
+@pytest.mark.parametrize("name", CAPO_8_6)
+def test_sizes_of_capo_are_completed_for_each_mixer(name):
+    changes, parameters, layers, heads = CAPO_8_6[name]
+    position = "nope" if "mixer" in changes else "rope"
+    options = {"flavor": "8-6", "position": position} | changes
+    words = [word for key, value in options.items() for word in (f"--model.{key}", value)]
+    job = parse_job(["--config", str(FOLDER / "capo_50k.toml"), *words])
+
+    args = dataclasses.replace(job.model_args, vocab_size=job.task.vocab_size)
+
+    assert (args.num_layers, args.num_heads, args.dim) == (layers, heads, 384)
+    assert num_parameters(args) == parameters
+    if name == "moe":  # 32 experts of width D: 6 of 68 D^2 are active, the 8.8 % of part 3.3
+        assert args.ffn_dim == args.dim
+        assert active_parameters(args) / num_parameters(args) == pytest.approx(0.1, abs=0.02)
+    if name == "gla":
+        assert parameters == pytest.approx(CAPO_8_6["llama"][1], rel=0.03)
+
+
+@pytest.mark.parametrize(("name", "dim", "ffn_dim"), [("1-1", 64, 176), ("12-12", 768, 2048)])
+def test_a_size_l_h_has_l_layers_and_h_heads_of_64(name, dim, ffn_dim):
+    args = flavor(name)
+    layers, heads = map(int, name.split("-"))
+    assert (args.num_layers, args.num_heads, args.dim) == (layers, heads, dim)
+    assert args.ffn_dim == ffn_dim
 
 
 @pytest.mark.parametrize("path", sorted((FOLDER / "boards").glob("*.toml")), ids=lambda x: x.stem)

@@ -24,7 +24,7 @@ from tests.ranks import flat
 from tests.support import ROOT
 
 FOLDER = ROOT / "train_configs"
-ALL = sorted(p for p in FOLDER.rglob("*.toml") if p.parent.name != "boards")
+ALL = sorted(p for p in FOLDER.rglob("*.toml") if "boards" not in p.parts)
 EXPERIMENTS = [p for p in ALL if p.parent.name != "base"]
 
 

@@ -10,13 +10,19 @@ pattern = ["gated_deltanet", "attention"]
 [architectures.hybrid.layers.attention]
 window = 16
 [sizes.d32]                       # optional, of [model] too: each architecture at each size,
-dim = 32                          # an arm "rope_canon/d32"; without sizes "rope_canon"
+dim = 32                          # an arm "rope_canon/d32"; without sizes "rope_canon". Sizes are
+                                  # those of attention: other mixers have the paper's equivalents.
+                                  # sizes = ["8L512D", "8-6"]: flavors, arms "rope_canon/8_6"
+[rates]                           # optional: learning rates of an architecture, or of "moe" or
+moe = [5e-3, 2e-3, 1e-3]          # "linear" (recurrences), instead of the tasks'
 [tasks.copy]
 config = "../tiny/copy.toml"      # relative to this file, else to the working directory
 learning_rates = [5e-3]           # default: that of the config
+rates = { moe = [1e-2] }          # optional: as [rates], for this task
 score = "exact"                   # default: the task's main one; "loss": the held-out loss
 set = { "training.steps" = 500 }  # other values of the config
-[tasks.copy.difficulties.n64]     # optional; the same as `set`
+seeds = [0, 1]                    # optional: others than those of the board
+[tasks.copy.difficulties.n64]     # optional; the same as `set`, also another `config`
 "data.task.n" = 64
 [[claims]]                        # one-sided tests, planned before the runs
 task = "copy/n64"
@@ -26,6 +32,15 @@ margin = 0.0                      # above 0: `better` is not worse by more than 
 [reference]                       # optional: scores of a publication, shown beside the board's
 source = "their paper, table 2"
 values = { "copy/n64" = { rope_canon = 0.99, rope = 0.41 } }
+
+A board may come in several sizes, and take its tables from other files by `extends`:
+
+question = "Does Canon copy?"     # shown by `canon playground paper`
+only = ["rope", "rope_canon"]     # of [architectures], in this order
+[tiers.laptop]                    # with `--tier laptop`, merged over the rest of the file
+seeds = [0]
+[tiers.laptop.tasks.copy]
+config = "../tiny/copy.toml"
 """
 
 import dataclasses
@@ -36,14 +51,22 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from canon_pretrain.cluster.sweep import FOLDER_KEY, RATE_KEY, SEED_KEYS, Rate, Seed
 from canon_pretrain.core.errors import UserError, suggestion
-from canon_pretrain.model.args import ModelArgs, fill_sizes, is_own_mixer
-from canon_pretrain.run.config import build, read_experiment
+from canon_pretrain.model.args import (
+    SHAPE_FIELDS,
+    ModelArgs,
+    fill_sizes,
+    flavor,
+    is_own_mixer,
+)
+from canon_pretrain.model.mixer_table import RECURRENT
+from canon_pretrain.run.config import build, merge, read_experiment
 from canon_pretrain.stats.claims import Claim
 
 BOARD = "board.json"
@@ -55,6 +78,9 @@ MODEL_KEYS = {field.name for field in dataclasses.fields(ModelArgs)} - {"max_seq
     "mixer_backend",
     "canon_backend",
 }
+CONFIG = "config"  # key of a difficulty, among dotted ones
+TIERS = "tiers"
+FAMILIES = ("moe", "linear")  # of [rates]: mixtures of experts, models of recurrences only
 Settings = dict[str, Any]
 
 
@@ -64,9 +90,11 @@ class BoardTask:
 
     config: str
     learning_rates: list[Rate] = field(default_factory=list)
+    rates: dict[str, list[Rate]] = field(default_factory=dict)
     score: str = ""
     set: Settings = field(default_factory=dict)
     difficulties: dict[str, Settings] = field(default_factory=dict)
+    seeds: list[Seed] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -84,6 +112,7 @@ class Board:
     architectures: Annotated[dict[str, Settings], Field(min_length=1)]
     tasks: Annotated[dict[str, BoardTask], Field(min_length=1)]
     sizes: dict[str, Settings] = field(default_factory=dict)
+    rates: dict[str, list[Rate]] = field(default_factory=dict)
     seeds: Annotated[list[Seed], Field(min_length=1)] = field(default_factory=lambda: [0, 1, 2])
     claims: list[Claim] = field(default_factory=list)
     reference: Reference | None = None
@@ -94,6 +123,8 @@ class Board:
         settings: dict[str, Settings] = {}
         for name, task in self.tasks.items():
             settings |= _variants(name, task.set, task.difficulties)
+        for values in settings.values():
+            values.pop(CONFIG, None)
         return settings
 
     @property
@@ -123,20 +154,100 @@ class Board:
     def task_of(self, setting: str) -> BoardTask:
         return self.tasks[setting.partition("/")[0]]
 
+    def config_of(self, setting: str) -> str:
+        """Return the config of a task/difficulty."""
+        task = self.task_of(setting)
+        difficulty = task.difficulties.get(setting.partition("/")[2], {})
+        return str(difficulty.get(CONFIG, task.config))
+
+    def seeds_of(self, setting: str) -> list[Seed]:
+        return self.task_of(setting).seeds or self.seeds
+
+    def rates_of(self, setting: str, arm: str) -> list[Rate]:
+        """Return the learning rates of an arm on a task; none: that of the task's config.
+
+        The nearest counts: `rates` of the task, `[rates]`, the task's learning rates.
+        """
+        architecture = arm.partition("/")[0]
+        task = self.task_of(setting)
+        families = _families(self.architectures[architecture])
+        for rates in (task.rates, self.rates):
+            for name in (architecture, *families):
+                if name in rates:
+                    return rates[name]
+        return task.learning_rates
+
+    def completed_sizes(self, setting: str, arm: str, base_model: Settings) -> Settings:
+        """Return the sizes that the board sets for an arm on a task, as its mixer has them.
+
+        They are those of attention: of the same width, Mamba2 has twice the layers, GLA 4 heads,
+        experts the width dim (appendix C). `base_model`: `[model]` of the task's config.
+        """
+        architecture, _, size = arm.partition("/")
+        own = self.architectures[architecture]
+        sizes = dict(self.sizes.get(size, {}))
+        for key, value in self.settings[setting].items():
+            section, _, name = key.partition(".")
+            if section == "model":
+                sizes[name] = value
+
+        # The shape that attention would have here, for the mixer to change.
+        model = base_model | sizes
+        shape = {key: model[key] for key in SHAPE_FIELDS if key in model}
+        base: Any = SimpleNamespace(**vars(ModelArgs()) | _shape(model) | shape)
+        filled = fill_sizes(base, own)
+        for key in sizes.keys() & {*SHAPE_FIELDS}:
+            sizes[key] = filled.get(key, sizes[key])
+        return sizes
+
 
 def _variants(name: str, values: Settings, changes: dict[str, Settings]) -> dict[str, Settings]:
     """Return the values with each change, by NAME/CHANGE; without changes by NAME."""
     if not changes:
-        return {name: values}
+        return {name: dict(values)}
     variants = {}
     for change, changed_values in changes.items():
         variants[f"{name}/{change}"] = {**values, **changed_values}
     return variants
 
 
-def read_board(path: Path) -> Board:
-    """Read and check BOARD.toml. Raises UserError."""
-    values = dict(read_experiment(path))
+def _families(model: Settings) -> list[str]:
+    """Return the families of [rates] that an architecture belongs to, the narrowest first."""
+    families = []
+    if model.get("ffn") == "moe":
+        families.append("moe")
+    if model.get("mixer") in RECURRENT:
+        families.append("linear")
+    return families
+
+
+def _shape(model: Settings) -> Settings:
+    """Return the shape of a model's flavor."""
+    args = flavor(str(model.get("flavor", "debug")))
+    return {key: getattr(args, key) for key in SHAPE_FIELDS}
+
+
+@dataclass(frozen=True)
+class BoardFile:
+    """What BOARD.toml says besides the board: what it asks, and its tiers."""
+
+    question: str
+    tiers: list[str]
+
+
+def read_board_file(path: Path) -> BoardFile:
+    """Read what `canon playground paper` shows of BOARD.toml. Raises UserError."""
+    values = read_experiment(path)
+    return BoardFile(str(values.get("question", "")), [*values.get(TIERS, {})])
+
+
+def read_board(path: Path, tier: str = "") -> Board:
+    """Read and check BOARD.toml, at one of its tiers if it has some. Raises UserError."""
+    values = _at_tier(dict(read_experiment(path)), tier, path)
+    values.pop("question", None)
+    if "only" in values:
+        values["architectures"] = _selected(values, path)
+    values["sizes"] = _named_sizes(values.get("sizes", {}))
     try:
         board = _build(values, str(path))
     except UserError as error:
@@ -151,18 +262,60 @@ def read_board(path: Path) -> Board:
     _check(board, path)
 
     # Paths of configs are relative to BOARD.toml, else to the working directory.
+    def absolute(config: str) -> str:
+        beside = path.parent / config
+        return os.path.abspath(beside if beside.exists() else config)
+
     tasks = {}
     for name, task in board.tasks.items():
-        config = path.parent / task.config
-        if not config.exists():
-            config = Path(task.config)
-        tasks[name] = dataclasses.replace(task, config=os.path.abspath(config))
+        difficulties = {}
+        for difficulty, changes in task.difficulties.items():
+            difficulties[difficulty] = dict(changes)
+            if CONFIG in changes:
+                difficulties[difficulty][CONFIG] = absolute(str(changes[CONFIG]))
+        tasks[name] = dataclasses.replace(
+            task, config=absolute(task.config), difficulties=difficulties
+        )
 
     # So are those of own mixers.
     architectures = {
         name: _with_mixer_paths(model, path.parent) for name, model in board.architectures.items()
     }
     return dataclasses.replace(board, tasks=tasks, architectures=architectures)
+
+
+def _at_tier(values: Settings, tier: str, path: Path) -> Settings:
+    """Return the values of a file at a tier, which is merged over the others."""
+    tiers = values.pop(TIERS, {})
+    if not isinstance(tiers, dict) or not all(isinstance(x, dict) for x in tiers.values()):
+        raise UserError("board.type", f"{path}: [tiers]: expected a table per tier", key=TIERS)
+    if tier not in (tiers or [""]):
+        expected = f"one of --tier {', '.join(tiers)}" if tiers else "no --tier: it has none"
+        raise UserError(
+            "board.tier",
+            f"{path}: {f'the tier {tier!r}' if tier else 'no tier'}: expected {expected}."
+            f"{suggestion(tier, tiers)}",
+            given=tier,
+        )
+    return merge(values, tiers.get(tier, {}))
+
+
+def _selected(values: Settings, path: Path) -> Settings:
+    """Return the architectures that `only` names, in its order."""
+    names = values.pop("only")
+    architectures = values.get("architectures", {})
+    if not isinstance(names, list) or not isinstance(architectures, dict):
+        raise UserError("board.type", f"{path}: only = {names!r}: expected a list", key="only")
+    for name in names:
+        _check_name(name, architectures, path)
+    return {name: architectures[name] for name in names}
+
+
+def _named_sizes(sizes: Any) -> Any:
+    """Return a list of flavors as the table [sizes]; anything else as it is."""
+    if isinstance(sizes, list) and all(isinstance(name, str) for name in sizes):
+        return {name.replace("-", "_"): {"flavor": name} for name in sizes}
+    return sizes
 
 
 def _with_mixer_paths(value: Any, folder: Path) -> Any:
@@ -226,8 +379,11 @@ def _check(board: Board, path: Path) -> None:
             )
 
     _check_once("seeds", board.seeds, path)
+    _check_rates("rates", board.rates, board, path)
     for name, task in board.tasks.items():
         _check_once(f"tasks.{name}.learning_rates", task.learning_rates, path)
+        _check_once(f"tasks.{name}.seeds", task.seeds, path)
+        _check_rates(f"tasks.{name}.rates", task.rates, board, path)
 
     # Keys of [model] exist, and none is set that the board sets for each run.
     own_keys = {*SEED_KEYS["both"], FOLDER_KEY}
@@ -242,11 +398,18 @@ def _check(board: Board, path: Path) -> None:
                 )
             _check_free(f"model.{key}", own_keys, path)
     _check_sizes(board, path)
+    for table, model in _model_tables(board).items():
+        if "flavor" in model:
+            try:
+                flavor(str(model["flavor"]))
+            except UserError as error:
+                error.message = f"{path}: {table}: {error.message}"
+                raise
 
     # Keys of tasks have their section's name.
     for setting, values in board.settings.items():
         task_keys = set(own_keys)
-        if board.task_of(setting).learning_rates:
+        if any(board.rates_of(setting, arm) for arm in board.arms):
             task_keys.add(RATE_KEY)
         for key in values:
             if "." not in key:
@@ -281,6 +444,20 @@ def _check_once(key: str, numbers: Collection[float], path: Path) -> None:
         )
 
 
+def _check_rates(table: str, rates: dict[str, list[Rate]], board: Board, path: Path) -> None:
+    """Raise UserError for learning rates of no architecture or family, or listed twice."""
+    names = [*board.architectures, *FAMILIES]
+    for name, numbers in rates.items():
+        if name not in names:
+            raise UserError(
+                "board.rates",
+                f"{path}: [{table}] names {name!r}, expected one of {', '.join(names)}."
+                f"{suggestion(name, names)}",
+                given=name,
+            )
+        _check_once(f"{table}.{name}", numbers, path)
+
+
 def _check_free(key: str, own_keys: set[str], path: Path) -> None:
     """Raise UserError for a key that the board sets itself."""
     if key in own_keys:
@@ -292,11 +469,11 @@ def _check_free(key: str, own_keys: set[str], path: Path) -> None:
 
 
 def _check_name(name: str, valid_names: Collection[str], path: Path) -> None:
-    """Raise UserError if a claim or the reference names what the board does not have."""
+    """Raise UserError if a claim, the reference or `only` names what the board does not have."""
     if name not in valid_names:
         raise UserError(
             "board.claim",
-            f"{path}: a claim or [reference] names {name!r}, expected one of "
+            f"{path}: a claim, [reference] or `only` names {name!r}, expected one of "
             f"{', '.join(valid_names)}.{suggestion(name, valid_names)}",
             given=name,
         )
@@ -313,7 +490,7 @@ def _model_tables(board: Board) -> dict[str, Settings]:
 
 
 def _check_sizes(board: Board, path: Path) -> None:
-    """Raise UserError for a key of [model] that is set twice, or that a mixer sets otherwise."""
+    """Raise UserError for a key of [model] that is set twice."""
     tables = _model_tables(board)
     for setting, values in board.settings.items():
         tables[f"tasks.{setting}"] = {
@@ -332,20 +509,3 @@ def _check_sizes(board: Board, path: Path) -> None:
                 f"{path}: {table_a} and {table_b} set {key} of [model]: set it in one of them",
                 key=key,
             )
-
-    # A flavor is completed for each mixer; sizes of attention would replace what another needs.
-    for architecture, model in board.architectures.items():
-        filled = fill_sizes(ModelArgs(), model)
-        needed = {key: filled[key] for key in filled.keys() - model.keys()}
-        for table, values in tables.items():
-            if table.startswith("architectures."):
-                continue
-            for key in sorted(values.keys() & needed.keys()):
-                if values[key] != needed[key]:
-                    raise UserError(
-                        "board.size",
-                        f"{path}: {table} sets {key}, but architectures.{architecture} has another "
-                        f"{key} than attention at the same size: set flavor instead, or set {key} "
-                        "in each architecture",
-                        key=key,
-                    )

@@ -14,13 +14,22 @@ DIR/report.html, .json and .md. No torch.
 import argparse
 import dataclasses
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from canon_pretrain.boards.board import Board, read_board
 from canon_pretrain.boards.driver import Driver, read_failures
-from canon_pretrain.boards.plan import check_promises, plan_board, promised_by, read_plan
+from canon_pretrain.boards.models import planned_models, unequal
+from canon_pretrain.boards.plan import (
+    board_values,
+    check_promises,
+    plan_board,
+    promised_by,
+    read_plan,
+)
+from canon_pretrain.boards.price import board_price, price_lines
 from canon_pretrain.boards.stops import RACE, read_race
 from canon_pretrain.cluster.planned import num_steps, planned_values
 from canon_pretrain.cluster.sweep import (
@@ -33,6 +42,7 @@ from canon_pretrain.cluster.sweep import (
     sweep_rows,
 )
 from canon_pretrain.core.cli import EXIT_INTERRUPTED, available_cores, positive
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.lock import locked
 from canon_pretrain.machine.hardware import visible_gpus
 from canon_pretrain.report.status import ACTIVE_STATES
@@ -92,12 +102,24 @@ def _add_board(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         metavar="DIR",
-        help="folder of the runs (default: outputs/boards/BOARD)",
+        help="folder of the runs (default: outputs/boards/BOARD, or BOARD-TIER)",
+    )
+
+    parser.add_argument(
+        "--tier",
+        default="",
+        metavar="NAME",
+        help="of a board with tiers: laptop, node or paper",
     )
 
 
+def _title(arguments: argparse.Namespace) -> str:
+    """Return the name of the board, with its tier."""
+    return "-".join(filter(None, (arguments.board.stem, arguments.tier)))
+
+
 def _folder(arguments: argparse.Namespace) -> Path:
-    return arguments.out or Path("outputs", "boards", arguments.board.stem)
+    return arguments.out or Path("outputs", "boards", _title(arguments))
 
 
 def run_plan(arguments: argparse.Namespace) -> None:
@@ -109,8 +131,21 @@ def run_plan(arguments: argparse.Namespace) -> None:
 
 def _plan(arguments: argparse.Namespace) -> Sweep:
     folder = _folder(arguments)
-    sweep, num_new = plan_board(read_board(arguments.board), folder, extend=arguments.extend)
+    board = read_board(arguments.board, arguments.tier)
+    sweep, num_new = plan_board(board, folder, extend=arguments.extend)
     print(f"{folder}: {len(sweep.runs)} runs, {num_new} of them new")
+
+    # Arms of a size should be equally large.
+    models = planned_models(board_values(board))
+    parameters: dict[str, dict[str, int]] = {arm: {} for arm in board.arms}
+    for (setting, arm), model in models.items():
+        parameters[arm][setting] = model.parameters
+    for sentence in unequal(parameters):
+        print(sentence)
+
+    price = board_price(board, sweep.runs, models)
+    if price is not None:
+        print(*price_lines(price), sep="\n")
     return sweep
 
 
@@ -211,8 +246,16 @@ def run_status(arguments: argparse.Namespace) -> None:
     rows = _rows(sweep, raced, folder)
     if arguments.json:
         print_rows(rows)
-    else:
-        show_table(rows)
+        return
+    show_table(rows)
+
+    # What the runs that are left take; a damaged board has its table all the same.
+    with suppress(UserError):
+        board, sweep = read_plan(folder)
+        ended = [row.name for row in rows if row.state in ("done", "raced")]
+        price = board_price(board, sweep.runs, planned_models(board_values(board)), ended, folder)
+        if price is not None:
+            print(*price_lines(price), sep="\n")
 
 
 def run_report(arguments: argparse.Namespace) -> None:
@@ -223,7 +266,7 @@ def run_report(arguments: argparse.Namespace) -> None:
     from canon_pretrain.report import eval_report
 
     folder = _folder(arguments)
-    plan = read_board_plan(folder, arguments.board.stem)
+    plan = read_board_plan(folder, _title(arguments))
     content = board_content(plan, datetime.now(UTC))
     labels = {"entry": tables.architectures(content)}
     eval_report.write_report(folder, PAGE, content, labels, "board", board=tables)

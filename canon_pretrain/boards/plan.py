@@ -4,6 +4,7 @@ Until a run has started, a board may change in any way; after that it may only b
 that holds a run of another plan, or an earlier one, has failed: it is neither trained nor counted.
 """
 
+import itertools
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -53,11 +54,12 @@ class Config:
 
     path: Path
     base: str
+    base_values: Settings
     changes: Settings
 
     @property
     def values(self) -> Settings:
-        return merge(planned_values(Path(self.base)), self.changes)
+        return merge(self.base_values, self.changes)
 
     @property
     def is_written(self) -> bool:
@@ -97,7 +99,7 @@ def plan_board(board: Board, folder: Path, *, extend: bool = False) -> tuple[Swe
         old_sweep = _relocate(folder, old_sweep)
 
     # Check the new plan against it.
-    new = Sweep(_planned_runs(board, folder), hashes, promises=promises)
+    new = Sweep(planned_runs(board, folder), hashes, promises=promises)
     check_promises(new, folder, _old_promises(folder, old_sweep, old_board))
     if old_sweep is not None:
         _check_configs(new, folder, old_sweep)
@@ -123,7 +125,7 @@ def read_plan(folder: Path) -> tuple[Board, Sweep]:
         raise UserError("board.damaged", f"{error}: plan the board again") from None
 
     # Compare names: the paths of a folder that was moved differ.
-    if _names(_planned_runs(board, folder)) != _names(sweep.runs):
+    if _names(planned_runs(board, folder)) != _names(sweep.runs):
         raise UserError(
             "board.other_plan",
             f"{folder / BOARD} and {PLAN} are of different boards, as after a full disk or a "
@@ -136,18 +138,31 @@ def _names(runs: Iterable[PlannedRun]) -> set[tuple[str, str]]:
     return {(run.name, Path(run.config).stem) for run in runs}
 
 
-def _planned_runs(board: Board, folder: Path) -> list[PlannedRun]:
+def board_values(board: Board) -> dict[tuple[str, str], Settings]:
+    """Return the values of the config of each task/difficulty and arm, without a plan."""
+    bases = _read_bases(board)
+    values = {}
+    for setting, arm in board.places.values():
+        base_values = bases[board.config_of(setting)]
+        changes = _changes(board, setting, arm, base_values, WINDOWS)
+        values[setting, arm] = merge(base_values, changes)
+    return values
+
+
+def planned_runs(board: Board, folder: Path) -> list[PlannedRun]:
     """Return a run per config, learning rate and seed; arms change fastest, then rates."""
     paths = {place: _path(folder, stem) for stem, place in board.places.items()}
     runs = []
     for setting in board.settings:
-        rates: list[float | None] = [*board.task_of(setting).learning_rates]
-        for seed in board.seeds:
-            for rate in rates or [None]:
-                for arm in board.arms:
-                    path = paths[setting, arm]
-                    name = run_name(path, rate, seed)
-                    runs.append(PlannedRun(name, str(path), rate, seed))
+        rates_of: dict[str, list[float | None]] = {}
+        for arm in board.arms:
+            rates_of[arm] = [*board.rates_of(setting, arm)] or [None]
+        all_rates = dict.fromkeys(itertools.chain.from_iterable(rates_of.values()))
+        for seed, rate, arm in itertools.product(board.seeds_of(setting), all_rates, board.arms):
+            if rate in rates_of[arm]:
+                path = paths[setting, arm]
+                name = run_name(path, rate, seed)
+                runs.append(PlannedRun(name, str(path), rate, seed))
     return runs
 
 
@@ -157,27 +172,49 @@ def _path(folder: Path, stem: str) -> Path:
 
 def _configs(board: Board, folder: Path) -> list[Config]:
     """Return the configs; without WINDOWS if an earlier version, which had none, wrote them."""
-    configs = [_config(board, folder, stem, WINDOWS) for stem in board.places]
-    older_configs = [_config(board, folder, stem, None) for stem in board.places]
+    bases = _read_bases(board)
+    configs = [_config(board, bases, folder, stem, WINDOWS) for stem in board.places]
+    older_configs = [_config(board, bases, folder, stem, None) for stem in board.places]
     for config, older in zip(configs, older_configs, strict=True):
         if older.is_written and not config.is_written:
             return older_configs
     return configs
 
 
-def _config(board: Board, folder: Path, stem: str, windows: int | None) -> Config:
+def _read_bases(board: Board) -> dict[str, Settings]:
+    """Return the values of each config that the board's tasks name."""
+    paths = dict.fromkeys(map(board.config_of, board.settings))
+    return {path: planned_values(Path(path)) for path in paths}
+
+
+def _config(
+    board: Board,
+    bases: Mapping[str, Settings],
+    folder: Path,
+    stem: str,
+    windows: int | None,
+) -> Config:
     """Return the config of the arm and the task/difficulty that `stem`, a file's name, is of.
 
     `windows`: that a synthetic task is validated on, unless the board or the config sets their
     number; held-out text has as many as it has.
     """
     setting, arm = board.places[stem]
+    base = board.config_of(setting)
+    changes = _changes(board, setting, arm, bases[base], windows)
+    return Config(_path(folder, stem), base, bases[base], changes)
+
+
+def _changes(
+    board: Board, setting: str, arm: str, base_values: Settings, windows: int | None
+) -> Settings:
+    """Return what an arm at a task/difficulty changes in the values of the task's config."""
+    # The task's values, then those of [model]: architecture and size, which its mixer completes.
     dotted = dict(board.settings[setting])
-    for key, value in board.arms[arm].items():
+    sizes = board.completed_sizes(setting, arm, base_values.get("model", {}))
+    for key, value in (board.arms[arm] | sizes).items():
         dotted[f"model.{key}"] = value
 
-    base = board.task_of(setting).config
-    base_values = planned_values(Path(base))
     is_synthetic = "task" in base_values.get("data", {})
     has_windows = "windows" in base_values.get("validation", {})
     if windows and is_synthetic and not has_windows:
@@ -186,7 +223,7 @@ def _config(board: Board, folder: Path, stem: str, windows: int | None) -> Confi
     changes: Settings = {}
     for key, value in dotted.items():
         changes = merge(changes, nested(key, value))
-    return Config(_path(folder, stem), base, changes)
+    return changes
 
 
 # -- checks

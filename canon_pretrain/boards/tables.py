@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from canon_pretrain.boards.content import BoardContent, CellRow, ClaimRow, ReferenceRow, TaskRow
+from canon_pretrain.boards.models import unequal
 from canon_pretrain.boards.results import RateScores, finite_scores, size_of
 from canon_pretrain.core.terminal import duration
 from canon_pretrain.report.figures import SHARE_RANGE, MeanLine, Plot, draw_means
@@ -113,7 +114,13 @@ def errors(content: BoardContent) -> list[str]:
 
 
 def warnings(content: BoardContent) -> Iterator[str]:
-    """Yield sentences on cells without a score, and on learning rates at an end of their grid."""
+    """Yield sentences on unequal models, cells without a score, and rates at an end of a grid."""
+    yield from unequal(
+        {
+            model.arm: {task: counts.parameters for task, counts in model.tasks.items()}
+            for model in content.models
+        }
+    )
     lost = [row for row in content.cells if row.num_without_score]
     if lost:
         yield (

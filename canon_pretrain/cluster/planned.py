@@ -9,7 +9,7 @@ with the planned one as the trainer does on resume.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
@@ -181,6 +181,17 @@ def _model_args(values: Values, seq_len: int) -> ModelArgs:
             check_type(section[key], hint, "the plan", f"model.{key}")
             changes[key] = section[key]
     return fill_model(base, changes | {"max_seq_len": seq_len})
+
+
+def planned_model(values: Values) -> ModelArgs:
+    """Return the model of a plan, with the vocabulary of its task if the plan sets none."""
+    training = _section("training", values)
+    args = _model_args(values, training["seq_len"])
+    data = build(Data, values.get("data", {}), "the plan", "data.")
+    if data.task.name and values.get("model", {}).get("vocab_size") is None:
+        settings = data.task.settings | {"seq_len": training["seq_len"]}
+        args = replace(args, vocab_size=build_task(data.task.name, settings).vocab_size)
+    return args
 
 
 def data_fingerprint(values: Values) -> str | None:

@@ -82,6 +82,7 @@ _shtab_canon_hf_commands() {
 _shtab_canon_playground_commands() {
   local _commands=(
     compare:'Is the mixer in FILE.py:Name better? check it, train a board of tiny tasks.'
+    paper:'List the paper'"'"'s figures: what each takes, and what is done here.'
     plan:'Write DIR/sweep.json and configs.'
     report:'Write DIR/report.html, .json, .md.'
     run:'Plan, and train what is not DONE.'
@@ -499,9 +500,19 @@ _shtab_canon_playground_compare_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_canon_playground_compare_defaults_added=0
 
+_shtab_canon_playground_paper_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--folder[of the files (train_configs\/playground\/boards\/paper)]:DIR:_files"
+  "(*)::figures (default\: all\; their prices take about a minute):"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_canon_playground_paper_defaults_added=0
+
 _shtab_canon_playground_plan_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
-  "--out[folder of the runs (default\: outputs\/boards\/BOARD)]:DIR:_files"
+  "--out[folder of the runs (default\: outputs\/boards\/BOARD, or BOARD-TIER)]:DIR:_files"
+  "--tier[of a board with tiers\: laptop, node or paper]:NAME:"
   "--extend[add runs to an existing plan]"
   "--gpu[print the GPU-hours on this GPU, one per run\: a100, h100 or h200]:GPU:"
   ":format\: canon_pretrain\/boards\/board.py:_files"
@@ -512,7 +523,8 @@ _shtab_canon_playground_plan_defaults_added=0
 
 _shtab_canon_playground_report_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
-  "--out[folder of the runs (default\: outputs\/boards\/BOARD)]:DIR:_files"
+  "--out[folder of the runs (default\: outputs\/boards\/BOARD, or BOARD-TIER)]:DIR:_files"
+  "--tier[of a board with tiers\: laptop, node or paper]:NAME:"
   ":format\: canon_pretrain\/boards\/board.py:_files"
 )
 
@@ -521,7 +533,8 @@ _shtab_canon_playground_report_defaults_added=0
 
 _shtab_canon_playground_run_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
-  "--out[folder of the runs (default\: outputs\/boards\/BOARD)]:DIR:_files"
+  "--out[folder of the runs (default\: outputs\/boards\/BOARD, or BOARD-TIER)]:DIR:_files"
+  "--tier[of a board with tiers\: laptop, node or paper]:NAME:"
   "--extend[add runs to an existing plan]"
   "--parallel[runs at once, one thread each (default\: one per GPU, else per available core)]:N:"
   "--race[stop arms that are worse than others at equal steps]"
@@ -533,7 +546,8 @@ _shtab_canon_playground_run_defaults_added=0
 
 _shtab_canon_playground_status_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
-  "--out[folder of the runs (default\: outputs\/boards\/BOARD)]:DIR:_files"
+  "--out[folder of the runs (default\: outputs\/boards\/BOARD, or BOARD-TIER)]:DIR:_files"
+  "--tier[of a board with tiers\: laptop, node or paper]:NAME:"
   "--json[print JSON]"
   ":format\: canon_pretrain\/boards\/board.py:_files"
 )
@@ -1115,6 +1129,7 @@ _shtab_canon_playground() {
       curcontext="${curcontext%:*:*}:_shtab_canon_playground-$line[1]:"
       case $line[1] in
         compare) _arguments -C -s $_shtab_canon_playground_compare_options ;;
+        paper) _arguments -C -s $_shtab_canon_playground_paper_options ;;
         plan) _arguments -C -s $_shtab_canon_playground_plan_options ;;
         report) _arguments -C -s $_shtab_canon_playground_report_options ;;
         run) _arguments -C -s $_shtab_canon_playground_run_options ;;

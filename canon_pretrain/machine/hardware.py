@@ -56,6 +56,16 @@ def visible_gpus() -> list[str]:
     return [str(number) for number, _ in enumerate(_gpu_lines())]
 
 
+def gpu_names() -> list[str]:
+    """Return the model of each of `visible_gpus`, as nvidia-smi calls it."""
+    gpus = visible_gpus()
+    if not gpus:
+        return []
+    names = _nvidia_smi("--query-gpu=name", "--format=csv,noheader").splitlines()
+    # all GPUs of a node are of one model, and CUDA_VISIBLE_DEVICES may hide some
+    return [names[0].strip() if names else "GPU"] * len(gpus)
+
+
 def threads_per_process(processes: int) -> int:
     """Return the CPU threads of each of several processes that run at once."""
     return max(1, available_cores() // processes)

@@ -4,6 +4,7 @@ Letters: L layers, D hidden, H heads, G key-value heads, K head dim, F ffn dim, 
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
@@ -914,13 +915,26 @@ FLAVORS: Mapping[str, ModelArgs] = MappingProxyType(
 )
 
 
+HEAD_DIM = 64
+"""Of the paper's Transformers."""
+CAPO_SIZE = re.compile(r"([1-9]\d{0,3})-([1-9]\d{0,3})", re.ASCII)
+
+
 def flavor(name: str) -> ModelArgs:
-    """Return the flavor `name`. Raises UserError for an unknown name."""
+    """Return the flavor `name`: one of FLAVORS, or l-h, a size of the paper's Capo.
+
+    l-h has l layers, h heads and width 64 h (section 3). Raises UserError for an unknown name.
+    """
+    if match := CAPO_SIZE.fullmatch(name):
+        num_layers, num_heads = map(int, match.groups())
+        dim = HEAD_DIM * num_heads
+        ffn_dim = 8 * math.ceil(dim / 3)
+        return _flavor(32000, num_layers, dim, num_heads, ffn_dim, 4096)
     if name not in FLAVORS:
         raise UserError(
             "model.unknown_flavor",
-            f'model flavor "{name}" is not known; expected one of {", ".join(FLAVORS)}.'
-            f"{suggestion(name, FLAVORS)}",
+            f'model flavor "{name}" is not known; expected one of {", ".join(FLAVORS)}, or l-h '
+            f"such as 8-6 (8 layers, 6 heads, width 384).{suggestion(name, FLAVORS)}",
             nearest=nearest(name, FLAVORS),
         )
     return FLAVORS[name]
@@ -937,6 +951,8 @@ FILLED_SIZES = (
     "ffn_dim",
 )
 """Fields of a layer that `fill_model` fills in, or that decide how it does."""
+SHAPE_FIELDS = ("num_layers", "dim", "num_heads", "ffn_dim")
+"""Fields in which flavors differ and which `fill_sizes` reads, with those that it fills in."""
 # F / D
 _FFN_EXPANSION = {"standard": 4, "moe": 1}
 

@@ -1,6 +1,7 @@
 """Experiment files: TOML with `extends`, checked as the dataclasses of a job. No torchtitan."""
 
 import dataclasses
+import functools
 import json
 import sys
 import tomllib
@@ -126,10 +127,16 @@ def check_section(value: Any, source: str, dotted: str) -> None:
         raise _type_error(value, source, dotted, f"expected a section, [{dotted}]")
 
 
+@functools.cache
+def _adapter(hint: Any) -> TypeAdapter[Any]:
+    """Return the checker of a type, which takes milliseconds to make: a board has hundreds."""
+    return TypeAdapter(hint)
+
+
 def check_type(value: Any, hint: Any, source: str, dotted: str) -> None:
     """Raise UserError unless a TOML value has the type `hint`."""
     try:
-        TypeAdapter(hint).validate_python(value, strict=True)
+        _adapter(hint).validate_python(value, strict=True)
     except ValidationError as error:
         fault = error.errors()[0]["msg"]
         raise _type_error(value, source, dotted, fault) from None

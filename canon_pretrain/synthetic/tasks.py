@@ -1,6 +1,7 @@
 """The tasks by name, and the section `[data.task]`, which has the settings of all tasks."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass
 from types import MappingProxyType
@@ -111,6 +112,12 @@ class TaskSection(_section(), TaskName):  # type: ignore[misc]  # the class is m
         return {key: value for key, value in values.items() if value is not None}
 
 
+@functools.cache
+def _adapter(kind: type[Task]) -> TypeAdapter[Task]:
+    """Return the checker of a task's settings, which takes milliseconds to make."""
+    return TypeAdapter(kind)
+
+
 def build_task(name: str, settings: Mapping[str, Any]) -> Task:
     """Build the task `name`; its defaults hold for all other settings. Raises UserError."""
     check_choice("data.task.name", name, TASKS)
@@ -127,7 +134,7 @@ def build_task(name: str, settings: Mapping[str, Any]) -> Task:
             )
 
     try:
-        return TypeAdapter(type(default)).validate_python(default.settings | dict(settings))
+        return _adapter(type(default)).validate_python(default.settings | dict(settings))
     except ValidationError as error:
         problem = error.errors()[0]
         key = ".".join(map(str, problem["loc"]))

@@ -23,7 +23,7 @@ from torchtitan.protocols import train_spec
 from torchtitan.protocols.model import BaseModelArgs
 
 from canon_pretrain.kernels.linear_cross_entropy import linear_cross_entropy
-from canon_pretrain.model.args import FLAVORS, ModelArgs
+from canon_pretrain.model.args import ModelArgs, flavor
 from canon_pretrain.model.counts import flops_per_token, num_parameters
 from canon_pretrain.model.transformer import HeadLoss, Transformer
 from canon_pretrain.run.sections import Loss
@@ -47,6 +47,13 @@ class TitanModelArgs(BaseModelArgs):
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         return num_parameters(self.args), flops_per_token(self.args, seq_len)
+
+
+class _NewModelArgs(dict[str, BaseModelArgs]):
+    """New arguments of each flavor that is looked up: the Trainer updates them."""
+
+    def __missing__(self, name: str) -> TitanModelArgs:
+        return TitanModelArgs(args=flavor(name))
 
 
 class TitanTransformer(Transformer):
@@ -112,8 +119,7 @@ def use_train_spec(build_checkpointer: Callable[..., Any], **builders: Any) -> I
     original_manager = torchtitan.train.CheckpointManager
     specs["canon"] = train_spec.TrainSpec(
         model_cls=TitanTransformer,
-        # new instances: the Trainer updates the one it looks up
-        model_args={name: TitanModelArgs(args=args) for name, args in FLAVORS.items()},
+        model_args=_NewModelArgs(),
         parallelize_fn=parallelize,
         pipelining_fn=None,
         build_optimizers_fn=build_optimizers,
