@@ -288,8 +288,8 @@ def _check(board: Board, path: Path) -> None:
                 key="claims.tasks",
             )
         _check_once("claims.tasks", claim.tasks, path)
-        for task in claim.tasks or [claim.task]:
-            _check_name(task, [*dict.fromkeys((*board.settings, *board.tasks))], path)
+        for name in claim.tasks or [claim.task]:
+            _check_name(name, [*dict.fromkeys((*board.settings, *board.tasks))], path)
         arms = [*dict.fromkeys((*board.arms, *board.architectures))]
         _check_name(claim.better, arms, path)
         _check_name(claim.worse, [arm for arm in arms if arm != claim.better], path)

@@ -32,7 +32,7 @@ def claim_cells(claim: Claim, settings: Collection[str], arms: Collection[str]) 
                     is_named = better == claim.better and worse == claim.worse
                     if is_named or size_of(better) == size_of(worse):
                         cells.append(ClaimCell(setting, better, worse))
-    return cells
+    return [*dict.fromkeys(cells)]
 
 
 def size_of(arm: str) -> str:

@@ -36,6 +36,7 @@ from canon_pretrain.stats.cells import (
     agree_p,
     difference_p,
     hidden_share,
+    measure,
     measure_task,
     num_choices,
     with_all_or_nothing,
@@ -250,8 +251,27 @@ class Race:
     def _cells(
         self, scores: Mapping[Arm, Sequence[float]], items: int, *, lower_is_better: bool
     ) -> dict[Arm, Cell]:
-        """Return the cells, of which a higher mean is better, and add them to `seen`."""
-        for arm, cell in measure_task(scores, items=items).items():
+        """Return the cells, of which a higher mean is better, and add them to `seen`.
+
+        How much variances differ between cells is learned from all newest cells of the board.
+        """
+        scores_by_arm: dict[str, dict[str, Sequence[float]]] = {}
+        items_by_task = {self.task: items}
+        for (task, *arm_of_cell), cell in self.seen.items():
+            is_own = task == self.task
+            if is_own and tuple(arm_of_cell) in self.stopped:
+                continue  # of an earlier step
+            seen_scores = cell.scores
+            if is_own and lower_is_better:
+                seen_scores = cell.negated().scores
+            scores_by_arm.setdefault(str(arm_of_cell), {})[task] = seen_scores
+            items_by_task.setdefault(task, cell.items)
+        for arm, arm_scores in scores.items():
+            scores_by_arm.setdefault(str([*arm]), {})[self.task] = arm_scores
+        measured = measure(scores_by_arm, items=items_by_task)[self.task]
+
+        for arm in scores:
+            cell = measured[str([*arm])]
             if lower_is_better:
                 cell = cell.negated()
             self.seen[(self.task, *arm)] = cell
@@ -299,7 +319,7 @@ class Race:
         if low.is_split or high.is_split or not high.is_share:
             return 0.0  # tested as counts anyway
         floors: dict[str, float] = {}
-        task_scores = []
+        task_scores: list[float] = []
         for (task, _, _), cell in self.seen.items():
             floors[task] = min(floors.get(task, math.inf), *cell.scores)
             if task == self.task:

@@ -71,7 +71,9 @@ def headline(content: BoardContent) -> Iterator[str]:
         yield f"{arm} is better than all others on {', '.join(tasks)}."
 
     # How many pairs are decided, or why none can be.
-    if len(content.seeds) == 1:
+    if len(content.seeds) == 1 and any(claim.cells > 1 for claim in content.claims):
+        yield "With one seed per cell, nothing but a claim over a grid can be decided."
+    elif len(content.seeds) == 1:
         yield "With one seed per cell, nothing can be decided."
     elif content.differences:
         num_decided = sum(pair.better is not None for pair in content.differences)

@@ -64,6 +64,7 @@ class Cell(NamedTuple):
     interval: tuple[float, float] | None = None
     choices: float = 1.0
     scores: tuple[float, ...] = ()
+    items: int = UNBOUNDED
     is_share: bool = False
     cut: float | None = None
     all_or_nothing: float = 0.0
@@ -232,6 +233,7 @@ def measure(
             num_seeds=num_seeds,
             choices=(choices or {}).get((name, task), 1.0),
             scores=tuple(group.tolist()),
+            items=items.get(task, ITEMS),
             is_share=task in share_tasks,
             cut=cuts.get((task, name)),
         )

@@ -222,6 +222,24 @@ def test_a_claim_over_a_grid_has_all_of_its_cells(tmp_path, capsys):
         assert claim["p_holm"] == pytest.approx(expected[claim["p"]])
 
 
+def test_one_seed_per_cell_decides_a_claim_over_a_grid_only(tmp_path, capsys):
+    sizes = "".join(f"[sizes.d{dim}]\ndim = {dim}\n" for dim in (16, 32, 48))
+    claims = '[[claims]]\ntasks = ["copy"]\nbetter = "rope_canon"\nworse = "rope"\n'
+    claims += CLAIM.format("n8", "rope_canon/d16", "rope/d16", 0.0)
+    text = BOARD.replace("seeds = [0, 1, 2]", "seeds = [0]") + sizes + claims
+
+    def scores(run):
+        return {500: LEVELS[Path(run.config).stem.split("-")[2]]}
+
+    content, printed = report(tmp_path, capsys, scores, text)
+
+    of_grid, of_cell = content["claims"]
+    assert (of_grid["cells"], of_grid["pairs"], of_grid["p"]) == (6, 6, 2**-6)
+    assert (of_grid["verdict"], of_grid["p_holm"]) == ("seen", 2**-6)
+    assert (of_cell["verdict"], of_cell["p"]) == ("undecided", None)
+    assert any("claim over a grid" in line for line in printed)
+
+
 def test_missing_and_damaged_runs_are_open_or_lose(tmp_path, capsys):
     def scores(run):
         return None if arm_of(run) == "nope" else usual(run)
