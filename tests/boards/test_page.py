@@ -172,10 +172,9 @@ def test_a_diverged_run_closes_its_claims(rule, verdicts, is_given_up, tmp_path,
         assert [(x["mean"], x["num_diverged"]) for x in cells] == [(0, 3)] * 2
     else:
         assert [(x["mean"], x["num_without_score"]) for x in cells] == [(None, 3)] * 2
-    assert "diverged" in (path.parent / "report.md").read_text()
 
 
-def test_a_failed_run_that_did_not_diverge_keeps_its_claims_open(tmp_path, capsys):
+def test_a_failed_run_keeps_its_claims_open(tmp_path, capsys):
     claim = '[[claims]]\ntask = "copy"\nbetter = "rope_canon"\nworse = "nope"\n'
     failed = "copy-n16-nope-seed1"
 
@@ -231,13 +230,12 @@ def test_one_seed_per_cell_decides_a_claim_over_a_grid_only(tmp_path, capsys):
     def scores(run):
         return {500: LEVELS[Path(run.config).stem.split("-")[2]]}
 
-    content, printed = report(tmp_path, capsys, scores, text)
+    content, _ = report(tmp_path, capsys, scores, text)
 
     of_grid, of_cell = content["claims"]
     assert (of_grid["cells"], of_grid["pairs"], of_grid["p"]) == (6, 6, 2**-6)
     assert (of_grid["verdict"], of_grid["p_holm"]) == ("seen", 2**-6)
     assert (of_cell["verdict"], of_cell["p"]) == ("undecided", None)
-    assert any("claim over a grid" in line for line in printed)
 
 
 def test_missing_and_damaged_runs_are_open_or_lose(tmp_path, capsys):
