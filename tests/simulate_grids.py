@@ -5,6 +5,33 @@
 Null grids have two exchangeable architectures; `NULLS` are their kinds of noise. `rates`: each side
 shows the best of so many learning rates. "flat against peaked" is null at the best rates only: all
 rates of `better` are equally good, one of `worse` is.
+
+Twelve cells, 1,000 grids each (2026-11-30), in %: claims seen on null grids (at most 5 but for the
+error of the simulation, 0.7), and intervals that cover 0.
+
+    null                    1 seed       3 seeds
+    normal                 5.3  94.7    4.5  94.4
+    own spreads            3.9  95.0    4.6  95.5
+    unequal spreads        6.4  94.8    3.8  96.1    (6,000 more grids of 1 seed: 5.2)
+    stuck                  4.3  95.7    5.3  94.6
+    learned or not         1.4  99.3    2.8  97.6
+    ends                   2.9  97.4    5.1  94.7
+    copy                   1.8  99.4    3.7  96.3
+    mqar                   3.9  97.9    5.3  94.4
+    depo                   5.3  96.4    5.4  94.6
+    mano                   3.6  96.2    5.1  94.6
+    state                  3.8  96.7    4.0  96.4
+    flat against peaked, 4 rates  4.2  96.9    4.5  97.6
+
+A bootstrap of the twelve gains of one seed covers 91, 89 and 86 % (normal, own spreads, stuck).
+True gains that are seen, one seed per cell, alone or as the only true one of twelve claims:
+
+    gain 0.3, noise 0.1   100   99.9    (spread of true gains 0.2: 98.6; 1 of 8 runs stuck: 84.8;
+    gain 0.3, noise 0.2    96   65       six cells: 99.2)
+    gain 0.2, noise 0.1   99.9  92
+    gain 0.1, noise 0.1    72   25
+    gain 0.1, noise 0.05  99.9  92
+    gain 0.05, noise 0.05  72   25
 """
 
 import argparse

@@ -831,6 +831,29 @@ def test_a_race_looks_at_runs_that_have_ended(tmp_path, capfd, monkeypatch):
     assert (2, False) not in looks
 
 
+def test_runs_that_a_race_brings_back_wait_again(tmp_path):
+    sweep = plan(tmp_path, SMALL)
+    stopped = {NAMES[0]}
+
+    class Race:
+        def advance(self, at, failed):
+            return []
+
+        def is_stopped(self, run):
+            return run in stopped
+
+    driver = Driver(sweep, tmp_path / "out", parallel=1, gpus=["0"])
+    waiting = driver._advance(Race(), sweep.runs)
+    assert [run.name for run in waiting] == [NAMES[1]]
+    assert driver._total_steps == {NAMES[0]: 0, NAMES[1]: 5}
+
+    stopped.clear()
+    waiting = driver._advance(Race(), waiting)
+    assert {run.name for run in waiting} == {*NAMES}
+    assert driver._total_steps == {NAMES[0]: 5, NAMES[1]: 5}
+    assert driver._advance(Race(), waiting) == waiting
+
+
 def test_the_time_left_counts_the_steps_of_runs_that_have_ended(tmp_path, monkeypatch):
     """In a minute, 5 steps of a run that is DONE and 1 more of a run that began with 2."""
     sweep = plan(tmp_path, SMALL)
@@ -910,14 +933,16 @@ def test_a_board_trains_and_repeats_nothing(tmp_path, capfd):
 @pytest.mark.timeout(600)
 def test_a_race_trains_in_stages(tmp_path):
     """Runs of equal scores are paused at each stage, and none is stopped."""
-    text = SMALL.replace("[0]", "[0, 3]")
+    seeds = (0, 3, 4)
+    text = SMALL.replace("[0]", str([*seeds]))
 
-    assert ends(tmp_path, text, "--race") == (0, ["done"] * 4)
+    assert ends(tmp_path, text, "--race") == (0, ["done"] * 6)
 
-    for name in (*NAMES, *(name.replace("seed0", "seed3") for name in NAMES)):
-        run = tmp_path / "out" / name
-        assert [event["step"] for event in events(run, "stop")] == [2, 3]
-        assert [event["step"] for event in events(run, "validation")] == [2, 3, 5]
+    for name in NAMES:
+        for seed in seeds:
+            run = tmp_path / "out" / name.replace("seed0", f"seed{seed}")
+            assert [event["step"] for event in events(run, "stop")] == [2, 3]
+            assert [event["step"] for event in events(run, "validation")] == [2, 3, 5]
     record = read_race(tmp_path / "out")
     assert (record.stops, record.stages, record.share) == ([], {"copy/n8": 2}, 0.6)
 
