@@ -26,7 +26,7 @@ from canon_pretrain.boards.driver import (
     train_sweep,
     trainer_environment,
 )
-from canon_pretrain.boards.race import DIVERGED
+from canon_pretrain.boards.results import NOT_FINITE
 from canon_pretrain.cluster.sweep import make_sweep, write_plan
 from canon_pretrain.core.children import end_with
 from canon_pretrain.core.cli import (
@@ -258,7 +258,7 @@ class Trial:
 
     def _diverged(self) -> set[str]:
         """Return the names of the runs whose losses were not finite any more."""
-        return {name for name, reason in read_failures(self.runs).items() if DIVERGED in reason}
+        return {name for name, reason in read_failures(self.runs).items() if NOT_FINITE in reason}
 
     def _sample(self, record: Record, finished: Mapping[str, Sequence[str]]) -> None:
         """Print what a model of each kind writes after the same prompt."""

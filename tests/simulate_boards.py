@@ -16,11 +16,13 @@ import json
 from typing import NamedTuple
 
 import numpy as np
+from scipy.special import ndtri
 
 from canon_pretrain.boards import race as racing
 from canon_pretrain.boards.stops import RACE_SHARE
 from canon_pretrain.stats import cells as board
 from canon_pretrain.stats.claims import Claim
+from tests.simulate_grids import MEASURED
 
 TASKS, NAMES, ITEMS = 8, ("a", "b", "c", "d"), 256
 KINDS = ("normal", "mixed", "logit", "bimodal", "beside steady")
@@ -98,6 +100,28 @@ def fixed_boards(kind, seeds, boards, rng):
     return float(np.mean(covered)), false_calls / boards, false_claims / boards
 
 
+def learned_or_not(tasks, steady, seeds, boards, rng, *, learns=0.5, scale=1.0):
+    """Return the share of boards with a false claim on two architectures that learn equally often.
+
+    A claim per task; `steady`: other architectures with a noise of 0.01. With a `scale` above 1
+    scores are no shares.
+    """
+    claims = [Claim(str(task), *NAMES[:2]) for task in range(tasks)]
+    false_claims = 0
+    for _ in range(boards):
+        scores = {}
+        for name in (*NAMES[:2], *(f"steady{k}" for k in range(steady))):
+            values = 0.5 + 0.01 * rng.normal(size=(tasks, seeds))
+            if name in NAMES:
+                jumps = rng.random((tasks, seeds)) < learns
+                values = np.where(jumps, 0.98, 0.02) + 0.005 * rng.normal(size=(tasks, seeds))
+            values = scale * values.clip(0, 1)
+            scores[name] = {str(task): list(values[task]) for task in range(tasks)}
+        tested = board.check_claims(board.measure(scores), claims)
+        false_claims += any(claim.is_seen for claim in tested)
+    return false_claims / boards
+
+
 def chosen_boards(rates, seeds, boards, rng):
     """Return as `fixed_boards` of cells at the best of several rates, equal at their best rates.
 
@@ -157,6 +181,53 @@ def curves(rng, design, levels=(), slower=1.0, failing=0.0):
     return Curves(rng.binomial(ITEMS, seen) / ITEMS, _sigmoid(center))
 
 
+MEASURED_BOARDS = [[task] * 4 for task in MEASURED] + [["copy"], [*MEASURED]]
+JUMPING = ("copy", "mqar")  # tasks that a run learns at once, or not
+
+
+def measured_curves(rng, tasks, names, seeds, jump_spread=0.5, failing=None, floors=0):
+    """Return curves of equal architectures, with the spread over seeds that was measured.
+
+    `tasks`: of MEASURED, one per task of the board. All architectures of a task draw their final
+    scores from the same cell. A run of a JUMPING task has its floor until it jumps, at a time whose
+    log varies by `jump_spread`; a share `failing` of all runs, by default a random one below a
+    half, jumps too late, and the others end as the learned ones of the cell. Other curves rise.
+    `floors`: so many of the architectures never leave the floor.
+    """
+    at = np.arange(1, LOOKS + 1) / LOOKS
+    scores = np.empty((len(tasks), names, 1, seeds, LOOKS))
+    for t, task in enumerate(tasks):
+        cells = MEASURED[task]
+        final = rng.choice(cells[rng.integers(len(cells))], (names, 1, seeds, 1)).astype(float)
+        floor = min(map(min, cells))
+        if task in JUMPING:
+            learned = [score for cell in cells for score in cell if score > 0.3]
+            share = rng.uniform(0, 0.5) if failing is None else failing
+            final = rng.choice(learned, final.shape)
+            log_times = jump_spread * (rng.normal(size=final.shape) + ndtri(share))
+            rise = at >= np.exp(log_times)
+        else:
+            middle = 0.3 * np.exp(0.15 * rng.normal(size=final.shape))
+            rise = _sigmoid((at - middle) / (0.2 * middle))
+        rise = rise * (np.arange(names) < names - floors)[:, None, None, None]
+        true = (floor + (final - floor) * rise).clip(0, 1)
+        scores[t] = rng.binomial(ITEMS, true) / ITEMS
+    level = np.zeros(scores.shape[:3])
+    level[:, names - floors :] = -1
+    return Curves(scores, level)
+
+
+def null_races(boards, rng, tasks, names, seeds, **settings):
+    """Return the shares of boards of equal architectures with a false order: by races, and all."""
+    raced = 0
+    wrong = 0
+    for _ in range(boards):
+        drawn = measured_curves(rng, tasks, names, seeds, **settings)
+        raced += _rates_of(race(drawn, final=False)[0], drawn.level)[0]
+        wrong += _rates_of(race(drawn)[0], drawn.level)[0]
+    return {"raced": raced / boards, "false": wrong / boards}
+
+
 def chosen(arms):
     """Return by name, of arms {(name, rate): scores}, those of the best rate, choices, rate."""
     by_name = {}
@@ -192,8 +263,8 @@ def race(drawn, final=True):
     final_scores = {}
     spent = 0
     cells = {}
-    for t in range(TASKS):
-        run = racing.Race(str(t), stages, TASKS, seen=cells)
+    for t in range(len(seen)):
+        run = racing.Race(str(t), stages, len(seen), seen=cells)
         steps = np.zeros(seen.shape[1:4], int)
         arms = {(f"a{k}", float(r)): (k, r) for k in range(names) for r in range(rates)}
 
@@ -281,6 +352,20 @@ def main():
     for seeds in (3, 5):
         rates = chosen_boards(4, seeds, boards, np.random.default_rng(0))
         print_row({"rates": 4, "seeds": seeds}, dict(zip(names, rates, strict=True)))
+
+    for tasks, steady, seeds in itertools.product((1, 10), (0, 6), (2, 3, 5)):
+        for scale in (1, 10):
+            rate = learned_or_not(
+                tasks, steady, seeds, boards, np.random.default_rng(0), scale=scale
+            )
+            settings = {"learned or not": tasks, "steady": steady, "seeds": seeds, "scale": scale}
+            print_row(settings, {"false_claims": rate})
+    for tasks, names, seeds in itertools.product(MEASURED_BOARDS, (2, 4, 10), (3, 5)):
+        rng = np.random.default_rng(0)
+        floors = names // 2 if names > 2 else 0
+        rates = null_races(boards, rng, tasks, names, seeds, floors=floors)
+        settings = {"names": names, "at the floor": floors, "tasks": tasks, "seeds": seeds}
+        print_row(settings, rates)
 
     for failing in (0.05, 0.1, 0.2, 0.4):
         rates = races(boards, np.random.default_rng(0), (4, 1, 3), failing=failing)

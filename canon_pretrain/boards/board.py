@@ -1,6 +1,7 @@
 """BOARD.toml: architectures x tasks x learning rates x seeds, read and checked.
 
 seeds = [0, 1, 2]                 # of model.init_seed and data.data_seed
+diverged = "worst"                # a diverged run: its task's worst score, or "verdict": no test
 [architectures.rope_canon]        # keys of [model]
 canon_set = "ABCD"
 [architectures.mine]
@@ -29,6 +30,10 @@ task = "copy/n64"
 better = "rope_canon"             # an arm
 worse = "rope"
 margin = 0.0                      # above 0: `better` is not worse by more than it
+[[claims]]                        # over a grid: all difficulties of a task, all sizes of two
+task = "copy"                     # architectures; or tasks = ["copy", "mano"]
+better = "rope_canon"
+worse = "rope"
 [reference]                       # optional: scores of a publication, shown beside the board's
 source = "their paper, table 2"
 values = { "copy/n64" = { rope_canon = 0.99, rope = 0.41 } }
@@ -52,10 +57,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from canon_pretrain.boards.claims import ClaimCell, claim_cells
 from canon_pretrain.cluster.sweep import FOLDER_KEY, RATE_KEY, SEED_KEYS, Rate, Seed
 from canon_pretrain.core.errors import UserError, suggestion
 from canon_pretrain.model.args import (
@@ -82,6 +88,7 @@ CONFIG = "config"  # key of a difficulty, among dotted ones
 TIERS = "tiers"
 FAMILIES = ("moe", "linear")  # of [rates]: mixtures of experts, models of recurrences only
 Settings = dict[str, Any]
+DivergedRule = Literal["worst", "verdict"]
 
 
 @dataclass(frozen=True)
@@ -115,6 +122,7 @@ class Board:
     rates: dict[str, list[Rate]] = field(default_factory=dict)
     seeds: Annotated[list[Seed], Field(min_length=1)] = field(default_factory=lambda: [0, 1, 2])
     claims: list[Claim] = field(default_factory=list)
+    diverged: DivergedRule = "worst"
     reference: Reference | None = None
 
     @property
@@ -148,8 +156,16 @@ class Board:
         """Return the task/difficulty and the arm of a config's path."""
         return self.places[Path(config).stem]
 
+    def cells_of(self, claim: Claim) -> list[ClaimCell]:
+        return claim_cells(claim, self.settings, self.arms)
+
     def claims_on(self, setting: str) -> list[Claim]:
-        return [claim for claim in self.claims if claim.task == setting]
+        """Return the claims with a cell at a task/difficulty."""
+        return [
+            claim
+            for claim in self.claims
+            if any(cell.task == setting for cell in self.cells_of(claim))
+        ]
 
     def task_of(self, setting: str) -> BoardTask:
         return self.tasks[setting.partition("/")[0]]
@@ -353,7 +369,12 @@ def _build(values: Settings, source: str) -> Board:
 
     claims = values.get("claims")
     if isinstance(claims, list):
-        values["claims"] = [build(Claim, dict(claim), source, "claims.") for claim in claims]
+        values["claims"] = []
+        for claim in claims:
+            claim_values = dict(claim)
+            if "tasks" in claim_values:
+                claim_values.setdefault("task", "")
+            values["claims"].append(build(Claim, claim_values, source, "claims."))
 
     reference = values.get("reference")
     if isinstance(reference, dict):
@@ -423,10 +444,25 @@ def _check(board: Board, path: Path) -> None:
 
     # Claims and the reference are about tasks and arms of the board.
     for claim in board.claims:
-        _check_name(claim.task, board.settings, path)
-        _check_name(claim.better, board.arms, path)
-        other_arms = [arm for arm in board.arms if arm != claim.better]
-        _check_name(claim.worse, other_arms, path)
+        if claim.task and claim.tasks:
+            raise UserError(
+                "board.repeated",
+                f"{path}: a claim sets task and tasks: set one of them",
+                key="claims.tasks",
+            )
+        _check_once("claims.tasks", claim.tasks, path)
+        for name in claim.tasks or [claim.task]:
+            _check_name(name, [*dict.fromkeys((*board.settings, *board.tasks))], path)
+        arms = [*dict.fromkeys((*board.arms, *board.architectures))]
+        _check_name(claim.better, arms, path)
+        _check_name(claim.worse, [arm for arm in arms if arm != claim.better], path)
+        if (claim.better in board.arms) != (claim.worse in board.arms):
+            raise UserError(
+                "board.claim",
+                f"{path}: a claim compares {claim.better!r} with {claim.worse!r}: expected two "
+                "architectures, at all of their sizes, or two of ARCHITECTURE/SIZE",
+                given=claim.worse,
+            )
     if board.reference:
         for setting, scores in board.reference.values.items():
             _check_name(setting, board.settings, path)
@@ -434,12 +470,12 @@ def _check(board: Board, path: Path) -> None:
                 _check_name(arm, board.arms, path)
 
 
-def _check_once(key: str, numbers: Collection[float], path: Path) -> None:
-    """Raise UserError if a list has a number twice."""
-    if len({*numbers}) < len(numbers):
+def _check_once(key: str, values: Collection[float | str], path: Path) -> None:
+    """Raise UserError if a list has a value twice."""
+    if len({*values}) < len(values):
         raise UserError(
             "board.repeated",
-            f"{path}: {key} = {numbers}: list each once",
+            f"{path}: {key} = {values}: list each once",
             key=key,
         )
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from canon_pretrain.boards.board import Board, read_board
+from canon_pretrain.boards.claims import size_of
 from canon_pretrain.boards.driver import Driver, read_failures
 from canon_pretrain.boards.models import planned_models, unequal
 from canon_pretrain.boards.plan import (
@@ -154,16 +155,17 @@ def run_run(arguments: argparse.Namespace) -> None:
     _plan(arguments)
     folder = _folder(arguments)
     with locked(folder / LOCK, f"the board {folder}"):
-        # Runs of arms that a race has stopped are not started again.
+        # Runs of arms that a race has stopped are not started again, unless it brings them back.
         board, sweep = read_plan(folder)
-        raced = _raced(board, sweep, folder)
-        runs = [run for run in sweep.runs if run.name not in raced]
-
         race = None
+        runs = sweep.runs
         if arguments.race:
             from canon_pretrain.boards.race import BoardRace  # scipy takes a while to import
 
             race = BoardRace(folder, race_entries(board, sweep))
+        else:
+            raced = _raced(board, sweep, folder)
+            runs = [run for run in sweep.runs if run.name not in raced]
 
         gpus = visible_gpus()
         parallel = arguments.parallel or len(gpus) or available_cores()
@@ -184,7 +186,6 @@ def run_run(arguments: argparse.Namespace) -> None:
 def race_entries(board: Board, sweep: Sweep) -> "list[Entry]":
     """Return a race per task/difficulty and size."""
     from canon_pretrain.boards.race import Entry, Race, race_stages
-    from canon_pretrain.boards.results import size_of
 
     # The runs of each race by arm; arms of different sizes do not race with each other.
     races: dict[tuple[str, str], dict[Arm, list[str]]] = {}
@@ -200,11 +201,20 @@ def race_entries(board: Board, sweep: Sweep) -> "list[Entry]":
     for (setting, size), runs_by_arm in races.items():
         num_seeds = max(len(runs) for runs in runs_by_arm.values())
         steps = num_steps(planned_values(Path(configs[setting])))
+        cell_claims = []
+        grid_arms = set()
+        for claim in board.claims_on(setting):
+            cells = board.cells_of(claim)
+            if len(cells) == 1:
+                cell_claims.append(dataclasses.replace(claim, **cells[0]._asdict(), tasks=[]))
+            else:
+                grid_arms |= {arm for cell in cells for arm in (cell.better, cell.worse)}
         race = Race(
             task=setting,
             stages=race_stages(num_seeds, steps),
             num_races=len(races),
-            claims=board.claims_on(setting),
+            claims=cell_claims,
+            kept=grid_arms,
         )
         score = board.task_of(setting).score
         entries.append(Entry(race, runs_by_arm, size, score))
@@ -318,4 +328,5 @@ def read_board_plan(folder: Path, title: str) -> "BoardPlan":
         race=read_race(folder),
         reference=board.reference,
         others=others,
+        diverged=board.diverged,
     )

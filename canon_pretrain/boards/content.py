@@ -14,6 +14,8 @@ from itertools import pairwise
 from typing import Any
 
 from canon_pretrain.boards.board import Reference
+from canon_pretrain.boards.claims import claim_cells, size_of
+from canon_pretrain.boards.grids import GridTest, check_grid, missing_runs
 from canon_pretrain.boards.results import (
     RACED,
     BoardPlan,
@@ -25,7 +27,6 @@ from canon_pretrain.boards.results import (
     choose,
     finite_scores,
     read_results,
-    size_of,
 )
 from canon_pretrain.boards.stops import Stop
 from canon_pretrain.core.errors import UserError
@@ -43,10 +44,12 @@ from canon_pretrain.stats.cells import (
     Cells,
     check_claims,
     differences,
+    holm_adjusted,
     measure,
     rank_correlation,
     ranking,
 )
+from canon_pretrain.stats.claims import Claim
 from canon_pretrain.stats.decide import ALPHA
 
 VERSION = 1
@@ -105,6 +108,7 @@ class CellRow:
     complete: bool
     seeds: list[SeedRow]
     num_without_score: int
+    num_diverged: int  # seeds that count with the task's worst score
     raced: float | None  # the mean score at which a race stopped all seeds
     mean: float | None
     interval: tuple[float, float] | None
@@ -122,7 +126,12 @@ class CellRow:
 
 @dataclass(frozen=True)
 class ClaimRow:
-    """A planned claim; `step`: at which a race decided it, without a test of final scores."""
+    """A planned claim; `step`: at which a race decided it, without a test of final scores.
+
+    `verdict`: a key of CLAIM_VERDICTS. Of a claim over a grid `cells` is above 1, `difference` the
+    mean gain over cells with its `interval`, and p is at least `smallest_p`. `missing`: the runs
+    that keep an open claim from being tested.
+    """
 
     task: str
     better: str
@@ -133,6 +142,11 @@ class ClaimRow:
     p_holm: float | None = None
     step: int | None = None
     verdict: str = "open"
+    cells: int = 1
+    pairs: int | None = None
+    interval: tuple[float, float] | None = None
+    smallest_p: float | None = None
+    missing: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -302,7 +316,7 @@ def board_content(plan: BoardPlan, now: datetime) -> BoardContent:
     # Only cells without an open run are tested; the others have a mean all the same.
     scores = {}
     for place, choice in chosen.items():
-        scores[place] = finite_scores(result.score for result in choice.shown)
+        scores[place] = finite_scores(result.tested_score for result in choice.shown)
     cells = _measure(plan, scores, chosen, metrics)
     final = _final(cells, chosen)
     pairs = _differences(plan, final, lower)
@@ -324,7 +338,7 @@ def board_content(plan: BoardPlan, now: datetime) -> BoardContent:
         tasks=[TaskRow(task, *metric) for task, metric in metrics.items()],
         seeds=sorted({run.seed for run in plan.runs}),
         cells=rows,
-        claims=_claims(plan, final, lower),
+        claims=_claims(plan, final, chosen, metrics),
         differences=pairs,
         reference=_reference(plan.reference, final, lower) if plan.reference else None,
         rankings=_rankings(final, lower),
@@ -369,7 +383,8 @@ def _final(cells: Cells, chosen: Mapping[Place, ShownRate]) -> Cells:
         final[task] = {}
         for arm, cell in by_arm.items():
             choice = chosen[task, arm]
-            if choice.complete and all(result.has_score for result in choice.shown):
+            has_scores = all(result.tested_score is not None for result in choice.shown)
+            if choice.complete and has_scores:
                 final[task][arm] = cell
     return final
 
@@ -435,39 +450,83 @@ def _corrected(p_holm: float | None, plan: BoardPlan) -> float | None:
     return min(p_holm / plan.race.share, 1.0)
 
 
-def _claims(plan: BoardPlan, final: Cells, lower: Collection[str]) -> list[ClaimRow]:
+def _claims(
+    plan: BoardPlan,
+    final: Cells,
+    chosen: Mapping[Place, ShownRate],
+    metrics: Mapping[str, Metric],
+) -> list[ClaimRow]:
     """Test the claims on final scores, or take them from the race that decided them."""
-    scored = []
-    for claim in plan.claims:
-        if {claim.better, claim.worse} <= final.get(claim.task, {}).keys():
-            scored.append(claim)
-    tests = {test.claim: test for test in check_claims(final, scored, lower_is_better=lower)}
-
-    # A race orders arms by stopping the worse one, which then has no final score.
-    orders = {(order.task, order.better, order.arm): order for order in plan.race.orders}
-
     rows = []
     for claim in plan.claims:
-        row = ClaimRow(claim.task, claim.better, claim.worse, claim.margin)
-        test = tests.get(claim)
-        order = orders.get((claim.task, claim.better, claim.worse))
-        opposite = orders.get((claim.task, claim.worse, claim.better))
-        if test is not None:
-            test = test._replace(p_holm=_corrected(test.p_holm, plan))
-            row = replace(
-                row,
-                difference=test.difference,
-                p=test.p,
-                p_holm=test.p_holm,
-                verdict="seen" if test.is_seen else "not seen",
-            )
-        elif order is not None:
-            row = replace(row, p_holm=order.p, step=order.step, verdict="seen")
-        elif opposite is not None and not claim.margin:
-            # With a margin it stays open: it is worse, but perhaps within the margin.
-            row = replace(row, verdict="not seen")
+        cells = claim_cells(claim, plan.tasks, plan.arms)
+        row = ClaimRow(claim.place, claim.better, claim.worse, claim.margin, cells=len(cells))
+        if len(cells) > 1:
+            row = _grid_row(row, check_grid(claim, cells, chosen, metrics))
+        else:
+            cell_claim = replace(claim, **cells[0]._asdict(), tasks=[])
+            row = _cell_claim_row(row, cell_claim, plan, final, chosen, metrics)
         rows.append(row)
-    return rows
+
+    # Holm's correction is over all claims that are tested.
+    adjusted = holm_adjusted([row.p for row in rows])
+    corrected = []
+    for row, p in zip(rows, adjusted, strict=True):
+        p_holm = _corrected(p, plan)
+        if p_holm is not None:
+            verdict = "seen" if p_holm <= ALPHA else "not seen"
+            row = replace(row, p_holm=p_holm, verdict=verdict)
+        corrected.append(row)
+    return corrected
+
+
+def _grid_row(row: ClaimRow, test: GridTest) -> ClaimRow:
+    if test.gain is None:
+        verdict = "diverged" if test.has_diverged else "open"
+        return replace(row, verdict=verdict, missing=test.missing)
+    return replace(
+        row,
+        difference=test.gain.gain,
+        interval=test.gain.interval,
+        p=test.gain.p,
+        smallest_p=test.gain.smallest_p,
+        pairs=test.gain.num_pairs,
+    )
+
+
+def _cell_claim_row(
+    row: ClaimRow,
+    claim: Claim,
+    plan: BoardPlan,
+    final: Cells,
+    chosen: Mapping[Place, ShownRate],
+    metrics: Mapping[str, Metric],
+) -> ClaimRow:
+    """Test a claim on one cell, or take it from the race; p_holm of final scores is left out."""
+    arms = (claim.better, claim.worse)
+    if {*arms} <= final.get(claim.task, {}).keys():
+        lower_tasks = [claim.task] if metrics[claim.task].lower_is_better else []
+        (test,) = check_claims(final, [claim], lower_is_better=lower_tasks)
+        verdict = "open" if test.p is not None else "undecided"
+        return replace(row, difference=test.difference, p=test.p, verdict=verdict)
+
+    # A race orders arms by stopping the worse one, which then has no final score.
+    for order in plan.race.orders:
+        if order.task != claim.task or {order.better, order.arm} != {*arms}:
+            continue
+        if order.better == claim.better:
+            return replace(row, p_holm=order.p, step=order.step, verdict="seen")
+        if not claim.margin:
+            # With a margin it stays open: it is worse, but perhaps within the margin.
+            return replace(row, verdict="not seen")
+
+    choices = [chosen[claim.task, arm] for arm in arms]
+    missing = [name for choice in choices for name in missing_runs(choice)]
+    if missing:
+        return replace(row, missing=missing)
+    if any(result.has_no_worst_score for choice in choices for result in choice.shown):
+        return replace(row, verdict="diverged")
+    return row
 
 
 def _reference(reference: Reference, final: Cells, lower: Collection[str]) -> ReferenceRows:
@@ -534,8 +593,9 @@ def _cell(
         complete=choice.complete,
         seeds=[SeedRow(r.run.seed, r.score, r.state) for r in choice.shown],
         num_without_score=sum(
-            r.is_over and r.state != RACED and not r.has_score for r in choice.shown
+            r.is_over and r.state != RACED and r.tested_score is None for r in choice.shown
         ),
+        num_diverged=sum(r.worst_score is not None for r in choice.shown),
         raced=raced,
         mean=cell.mean if cell else None,
         interval=cell.interval if cell else None,

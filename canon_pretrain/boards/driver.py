@@ -86,6 +86,7 @@ class Driver:
         self.stops = 0
         """Requests to stop: the first saves, the second kills."""
         self._children: list[_Child] = []
+        self._raced: list[PlannedRun] = []  # that a race has stopped
         self._server = server
         self._is_own_server = server is None
         self._began_s = time.monotonic()
@@ -102,7 +103,8 @@ class Driver:
         lengths = {}
         for config in sweep.configs:
             lengths[config] = num_steps(planned_values(Path(config)))
-        self._total_steps = {run.name: lengths[run.config] for run in sweep.runs}
+        self._planned_steps = {run.name: lengths[run.config] for run in sweep.runs}
+        self._total_steps = dict(self._planned_steps)
         self._last_steps = {run.name: self._read_step(run) for run in sweep.runs}
         self._steps_before = sum(self._last_steps.values())  # not trained by this driver
 
@@ -325,13 +327,19 @@ class Driver:
         for stop in race.advance(steps, self.failures):
             self._say(f"{stop.task}, {stop}")
 
-        # A stopped run has no steps left, which the total of the progress counts.
+        # A stopped run has no steps left, which the total of the progress counts; it may return.
         remaining = []
-        for run in waiting:
+        stopped = []
+        for run in (*waiting, *self._raced):
             if race.is_stopped(run.name):
                 self._total_steps[run.name] = self._last_steps[run.name]
-            else:
-                remaining.append(run)
+                stopped.append(run)
+                continue
+            self._total_steps[run.name] = self._planned_steps[run.name]
+            remaining.append(run)
+            if run in self._raced:
+                self._say(f"{run.name}: returns to the race")
+        self._raced = stopped
         return remaining
 
     def _progress(self) -> list[str]:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from canon_pretrain.boards.board import Settings
-from canon_pretrain.boards.results import size_of
+from canon_pretrain.boards.claims import size_of
 from canon_pretrain.cluster.planned import num_steps, planned_model
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.model.counts import flops_per_token, num_parameters

@@ -331,8 +331,16 @@ def promised_by(board: Board, setting: str) -> Promises:
     """Return what the board says about the scores of a task/difficulty."""
     claims = []
     for claim in board.claims_on(setting):
-        claims.append(asdict(claim) | {"margin": float(claim.margin)})
-    return Promises(board.task_of(setting).score, claims)
+        values = asdict(claim) | {"margin": float(claim.margin)}
+
+        # A claim on a named cell is as in plans of earlier versions; a grid must not grow later.
+        cells = board.cells_of(claim)
+        if not claim.tasks:
+            del values["tasks"]
+        if cells != [(claim.task, claim.better, claim.worse)]:
+            values["cells"] = sorted(map(list, cells))
+        claims.append(values)
+    return Promises(board.task_of(setting).score, claims, board.diverged)
 
 
 def _old_promises(folder: Path, sweep: Sweep | None, board: Board | None) -> dict[str, Promises]:
@@ -365,7 +373,8 @@ def check_promises(new: Sweep, folder: Path, old: Mapping[str, Promises]) -> Non
         if not promised_before.same(promised):
             raise UserError(
                 "board.claims_changed",
-                f"{path} has started, and the score or a claim of its task has changed since: "
-                "claims are written before the runs; choose another --out",
+                f"{path} has started, and what the board promised of it has changed since: the "
+                "score of its task, a claim or its cells, or `diverged`. Claims are written before "
+                "the runs; choose another --out",
                 run=run.name,
             )

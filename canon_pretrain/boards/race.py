@@ -1,12 +1,13 @@
 """Races: arms of a board that are worse at equal steps are stopped; DIR/race.json lists the stops.
 
 An arm is an architecture at a learning rate. Its first FIRST_SEEDS seeds train in stages, of all
-arms of a task to the same step; further seeds are trained of the arms that are left.
+arms of a task to the same step; further seeds are trained of the arms that are left. If those of
+the better arm show that it was better by chance, what it stopped returns.
 """
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -16,16 +17,26 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import ndtr
 
-from canon_pretrain.boards.results import HELD_OUT_LOSS, Metric, score_curve
+from canon_pretrain.boards.results import (
+    HELD_OUT_LOSS,
+    NOT_FINITE,
+    Metric,
+    finite_scores,
+    score_curve,
+)
 from canon_pretrain.boards.stops import RACE, RACE_SHARE, Place, RaceRecord, Stop, read_race
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import write_json
 from canon_pretrain.report.record import RunRecord
 from canon_pretrain.stats.cells import (
+    APART,
     ITEMS,
     UNBOUNDED,
     Cell,
+    agree_p,
     difference_p,
+    hidden_share,
+    measure,
     measure_task,
     num_choices,
     with_all_or_nothing,
@@ -33,7 +44,6 @@ from canon_pretrain.stats.cells import (
 from canon_pretrain.stats.claims import Claim
 from canon_pretrain.stats.decide import ALPHA
 
-DIVERGED = "error[train.not_finite]"  # in the reason of a failed run
 FIRST_SEEDS = 3  # of two seeds of a task that not every run learns, both often fail
 RUNGS = (0.25, 0.5, 1.0)  # shares of the steps after which a race looks
 Arm = tuple[str, float | None]
@@ -48,10 +58,15 @@ class Stage(NamedTuple):
 
 
 def race_stages(num_seeds: int, steps: int) -> list[Stage]:
-    """Return the stages of a task; after each but the last, arms may be stopped."""
-    num_first = min(num_seeds, FIRST_SEEDS)
-    rungs = [Stage(num_first, math.ceil(steps * share)) for share in RUNGS]
-    further_counts = range(num_first + 1, num_seeds + 1)
+    """Return the stages of a task; after each but the last, arms may be stopped.
+
+    A board with fewer than FIRST_SEEDS seeds stops nothing: of boards of one task and two equal
+    architectures that a run learns or not, two seeds ordered a tenth (tests/simulate_boards.py).
+    """
+    if num_seeds < FIRST_SEEDS:
+        return [Stage(num_seeds, steps)]
+    rungs = [Stage(FIRST_SEEDS, math.ceil(steps * share)) for share in RUNGS]
+    further_counts = range(FIRST_SEEDS + 1, num_seeds + 1)
     further_seeds = [Stage(count, steps) for count in further_counts]
     return [*dict.fromkeys(rungs), *further_seeds]
 
@@ -77,6 +92,8 @@ class Race:
     Confidence sequences by the union bound over looks (Darling and Robbins 1967; Howard et al.
     2021, doi:10.1214/20-AOS1991): the scores of one run are dependent, so that martingales over
     steps would not be valid. Within a look Holm's correction counts what was not decided before.
+    Where runs jump from the floor to the ceiling, three seeds of each of two equal arms are all
+    above and all below with a probability of up to 1 / 32, without any variance: `_chance_bound`.
     That an arm would not have overtaken later is not tested: of simulated boards with level arms of
     which one learns at half the speed, about one in five stops it (tests/simulate_boards.py).
     """
@@ -85,6 +102,7 @@ class Race:
     stages: Sequence[Stage]
     num_races: int = 1  # of the board
     claims: Sequence[Claim] = ()  # on this task; until they are decided, both sides are needed
+    kept: Collection[str] = ()  # arms that a claim over a grid needs: no order decides it
     stopped: dict[Arm, Stop] = field(default_factory=dict)
     decided: dict[tuple[str, str], Stop] = field(default_factory=dict)  # by (worse, better)
     seen: dict[Place, Cell] = field(default_factory=dict)
@@ -122,11 +140,13 @@ class Race:
             architecture, _ = arm
             arms_of.setdefault(architecture, []).append(arm)
 
-        # Arms that have diverged are worse than their architecture's best rate, or any arm.
+        # Arms that have diverged are worse than their architecture's best rate, or any arm. The
+        # last one of an architecture that a claim needs trains on: diverged runs have a score.
         new: dict[Arm, Stop] = {}
         for arm in racing:
-            if arm not in finite:
-                architecture, _ = arm
+            architecture, _ = arm
+            is_needed = architecture not in arms_of and self._needs(architecture)
+            if arm not in finite and not is_needed:
                 better = arms_of.get(architecture, [*finite])[0]
                 new[arm] = self._stop(arm, better, stage, None)
 
@@ -134,8 +154,9 @@ class Race:
         num_looks = max(len(self.stages) - 1, 1)
         look_share = 1 / num_looks
         for arms in arms_of.values():
+            level = look_share * ALPHA
             tests = [
-                _Test(_worse_p(cells, [worse], better, look_share * ALPHA), worse, better)
+                _Test(self._worse_p(cells, [worse], better, level, level), worse, better)
                 for better, worse in itertools.combinations(arms, 2)
             ]
             for p, worse, better in _rejected(tests, look_share):
@@ -155,7 +176,8 @@ class Race:
             better_cells = [cells[arm] for arm in better_arms]
             choices = num_choices(cells[better], better_cells)
             level = order_share * ALPHA / choices
-            p = choices * _worse_p(cells, worse_arms, better, level)
+            chance_level = look_share * RACE_SHARE * ALPHA
+            p = choices * self._worse_p(cells, worse_arms, better, level, chance_level)
             tests.append(_Test(p, worse, better))
         for p, worse, better in _rejected(tests, order_share):
             pair = _architectures(worse, better)
@@ -169,6 +191,47 @@ class Race:
                     new.setdefault(arm, replace(order, learning_rate=learning_rate))
         self.stopped |= new
         return [*new.values()]
+
+    def reconsider(
+        self,
+        num_seeds: int,
+        scores_at: Callable[[Arm, Stage], Sequence[float] | None],
+        *,
+        lower_is_better: bool = False,
+        items: int = ITEMS,
+    ) -> list[Arm]:
+        """Bring back the arms that are not worse than `num_seeds` seeds of what stopped them.
+
+        That is if the p of this comparison alone is above ALPHA. `scores_at`: the finite scores of
+        an arm at a step, over its first seeds; None if one is unknown. An order is taken back with
+        all that it stopped.
+        """
+
+        def holds(stop: Stop) -> bool:
+            if stop.p is None or num_seeds <= stop.num_seeds:
+                return True
+            worse_scores = scores_at(stop.worse_arm, Stage(stop.num_seeds, stop.step))
+            better_scores = scores_at(stop.better_arm, Stage(num_seeds, stop.step))
+            if worse_scores is None or better_scores is None:
+                return True
+            cells = measure_task({"worse": worse_scores, "better": better_scores}, items=items)
+            gain = cells["better"].mean - cells["worse"].mean
+            if lower_is_better:
+                gain = -gain
+            p = difference_p(gain, cells["worse"], cells["better"])
+            return gain > 0 and p is not None and p <= ALPHA
+
+        revoked = {pair for pair, order in self.decided.items() if not holds(order)}
+        for pair in revoked:
+            del self.decided[pair]
+
+        returned = []
+        for arm, stop in [*self.stopped.items()]:
+            is_rate = stop.better == stop.arm
+            if (stop.arm, stop.better) in revoked or (is_rate and not holds(stop)):
+                del self.stopped[arm]
+                returned.append(arm)
+        return returned
 
     def _stop(self, worse: Arm, better: Arm, stage: Stage, p: float | None) -> Stop:
         arm, learning_rate = worse
@@ -188,18 +251,99 @@ class Race:
     def _cells(
         self, scores: Mapping[Arm, Sequence[float]], items: int, *, lower_is_better: bool
     ) -> dict[Arm, Cell]:
-        """Return the cells, of which a higher mean is better, and add them to `seen`."""
-        for arm, cell in measure_task(scores, items=items).items():
+        """Return the cells, of which a higher mean is better, and add them to `seen`.
+
+        How much variances differ between cells is learned from all newest cells of the board.
+        """
+        scores_by_arm: dict[str, dict[str, Sequence[float]]] = {}
+        items_by_task = {self.task: items}
+        for (task, *arm_of_cell), cell in self.seen.items():
+            is_own = task == self.task
+            if is_own and tuple(arm_of_cell) in self.stopped:
+                continue  # of an earlier step
+            seen_scores = cell.scores
+            if is_own and lower_is_better:
+                seen_scores = cell.negated().scores
+            scores_by_arm.setdefault(str(arm_of_cell), {})[task] = seen_scores
+            items_by_task.setdefault(task, cell.items)
+        for arm, arm_scores in scores.items():
+            scores_by_arm.setdefault(str([*arm]), {})[self.task] = arm_scores
+        measured = measure(scores_by_arm, items=items_by_task)[self.task]
+
+        for arm in scores:
+            cell = measured[str([*arm])]
             if lower_is_better:
-                cell = cell._replace(mean=-cell.mean)
+                cell = cell.negated()
             self.seen[(self.task, *arm)] = cell
         cells = {}
         for arm in scores:
             cells[arm] = with_all_or_nothing(self.seen, (self.task, *arm))
         return cells
 
+    def _worse_p(
+        self,
+        cells: Mapping[Arm, Cell],
+        arms: Sequence[Arm],
+        best: Arm,
+        level: float,
+        chance_level: float,
+    ) -> float:
+        """Return the largest p of the arms being as good as `best`; 1 if it is above `level`.
+
+        Or if one of them could be equal, by chance, with a probability above `chance_level`.
+        """
+        best_cell = cells[best]
+        largest_p = 0.0
+        for arm in arms:
+            cell = cells[arm]
+            size = best_cell.mean - cell.mean
+            # The exact p is slow, and at least that of a normal distribution.
+            stderr = math.sqrt(cell.variance + best_cell.variance)
+            lower_bound = 2 * ndtr(-size / stderr)
+            if size <= 0 or (lower_bound > level and not (cell.is_split or best_cell.is_split)):
+                return 1.0
+            p = difference_p(size, cell, best_cell)
+            if p is None or p > level or self._chance_bound(cell, best_cell) > chance_level:
+                return 1.0
+            largest_p = max(largest_p, p)
+        return largest_p
+
+    def _chance_bound(self, low: Cell, high: Cell) -> float:
+        """Return how probable it is that equal arms jumped with all seeds of `high`, none of `low`.
+
+        0 if scores of other arms are between them, which shows that learning is gradual; and for
+        scores that are not shares. Else the two-sided p of the counts, if `high` is all-or-nothing,
+        times the probability that it is: of all cells of the board that have left the floor, as
+        many are as are split, by the rule of succession.
+        """
+        if low.is_split or high.is_split or not high.is_share:
+            return 0.0  # tested as counts anyway
+        floors: dict[str, float] = {}
+        task_scores: list[float] = []
+        for (task, _, _), cell in self.seen.items():
+            floors[task] = min(floors.get(task, math.inf), *cell.scores)
+            if task == self.task:
+                task_scores += cell.scores
+        low_score = max(low.scores)
+        high_score = min(high.scores)
+        between = [score for score in task_scores if low_score <= score <= high_score]
+        gaps = np.diff(np.sort([low_score, *between, high_score]))
+        if max(gaps) <= APART:
+            return 0.0
+
+        has_left = [
+            cell
+            for (task, _, _), cell in self.seen.items()
+            if cell is not high and (cell.is_split or min(cell.scores) > floors[task] + APART)
+        ]
+        num_split = sum(cell.is_split for cell in has_left)
+        split_share = (num_split + 1) / (len(has_left) + 2)
+        return 2 * agree_p(low.num_seeds, high.num_seeds) * hidden_share(high, split_share)
+
     def _needs(self, architecture: str) -> bool:
         """Return whether a claim on this architecture is open: neither confirmed nor refuted."""
+        if architecture in self.kept:
+            return True
         for claim in self.claims:
             is_confirmed = (claim.worse, claim.better) in self.decided
             # A claim with a margin may hold although `better` is worse.
@@ -212,25 +356,6 @@ class Race:
 
 def _architectures(worse: Arm, better: Arm) -> tuple[str, str]:
     return worse[0], better[0]
-
-
-def _worse_p(cells: Mapping[Arm, Cell], arms: Sequence[Arm], best: Arm, level: float) -> float:
-    """Return the largest p of the arms being as good as `best`; 1 if it is above `level`."""
-    best_cell = cells[best]
-    largest_p = 0.0
-    for arm in arms:
-        cell = cells[arm]
-        size = best_cell.mean - cell.mean
-        # The exact p is slow, and at least that of a normal distribution.
-        stderr = math.sqrt(cell.variance + best_cell.variance)
-        lower_bound = 2 * ndtr(-size / stderr)
-        if size <= 0 or lower_bound > level:
-            return 1.0
-        p = difference_p(size, cell, best_cell)
-        if p is None or p > level:
-            return 1.0
-        largest_p = max(largest_p, p)
-    return largest_p
 
 
 def _rejected(tests: Sequence[_Test], share: float) -> Iterator[_Test]:
@@ -251,6 +376,7 @@ class Entry:
     size: str = ""
     score: str = ""  # default: the task's main one
     stage: int = 0
+    is_over: bool = False  # all seeds have trained, and no arm has returned
 
     @property
     def name(self) -> str:
@@ -266,6 +392,14 @@ class Entry:
         return {
             arm: runs[:num_seeds] for arm, runs in self.runs.items() if arm not in self.race.stopped
         }
+
+
+def _have_reached(
+    entry: Entry, stage: Stage, steps: Mapping[str, int], failed: Mapping[str, str]
+) -> bool:
+    """Return whether all runs that are left have reached a stage, or have failed."""
+    runs = itertools.chain.from_iterable(entry.left.values())
+    return all(steps[run] >= stage.step or run in failed for run in runs)
 
 
 class BoardRace:
@@ -323,22 +457,30 @@ class BoardRace:
             last_stage = len(entry.race.stages) - 1
             while entry.stage < last_stage:
                 stage = entry.race.stages[entry.stage]
-                runs = itertools.chain.from_iterable(entry.left.values())
-                if any(steps[run] < stage.step and run not in failed for run in runs):
+                if not _have_reached(entry, stage, steps, failed):
                     break
 
                 new += self._look(entry, stage, failed)
+                self._reconsider(entry, stage)
                 entry.stage += 1
                 if len(entry.left) <= 1:  # nothing to race with: it trains the rest of its seeds
                     entry.stage = last_stage
                 has_moved = True
+
+            # The last seeds may bring arms back, which then train all of theirs.
+            stage = entry.race.stages[entry.stage]
+            is_last = entry.stage == last_stage and not entry.is_over
+            if is_last and _have_reached(entry, stage, steps, failed):
+                returned = self._reconsider(entry, stage)
+                entry.is_over = not returned
+                has_moved |= bool(returned)
         if has_moved:
             self._write()
         return new
 
     def _look(self, entry: Entry, stage: Stage, failed: Mapping[str, str]) -> list[Stop]:
         """Let the race look at the scores of a stage, if the runs have them."""
-        metric: Metric | None = None  # of the task: equal for all runs
+        metric = HELD_OUT_LOSS  # of the task: equal for all runs
 
         # By arm and seed: None if it is unknown, NaN if the run has diverged.
         scores = dict[Arm, list[float | None]]()
@@ -346,16 +488,12 @@ class BoardRace:
             scores[arm] = [None] * len(names)
             for seed_index, name in enumerate(names):
                 if name in failed:  # not read: it may be a run of another plan
-                    if DIVERGED in failed[name]:
+                    if NOT_FINITE in failed[name]:
                         scores[arm][seed_index] = math.nan
                     continue
-                with suppress(UserError, OSError, KeyError, TypeError, ValueError):  # no score
-                    record = RunRecord(self.folder / name)
-                    metric = metric or Metric.of(record, entry.score)
-                    curve = score_curve(record, metric.name)
-                    scores[arm][seed_index] = curve[stage.step]
+                metric, curve = self._curve(entry, name) or (metric, {})
+                scores[arm][seed_index] = curve.get(stage.step)
 
-        metric = metric or HELD_OUT_LOSS
         return entry.race.look(
             stage,
             scores,
@@ -363,11 +501,49 @@ class BoardRace:
             items=metric.items or UNBOUNDED,
         )
 
+    def _curve(self, entry: Entry, name: str) -> tuple[Metric, dict[int, float]] | None:
+        """Return the metric of a run's task and its scores by step; None if it has none yet."""
+        with suppress(UserError, OSError, KeyError, TypeError, ValueError):
+            record = RunRecord(self.folder / name)
+            metric = Metric.of(record, entry.score)
+            return metric, score_curve(record, metric.name)
+        return None
+
+    def _reconsider(self, entry: Entry, stage: Stage) -> list[Arm]:
+        """Bring back arms of a race by the scores that the seeds up to a stage have."""
+        curves = {}
+        metric = HELD_OUT_LOSS
+        for name in itertools.chain.from_iterable(entry.runs.values()):
+            if entry.race.stopped and (read := self._curve(entry, name)) is not None:
+                metric, curves[name] = read
+
+        def scores_at(arm: Arm, past: Stage) -> list[float] | None:
+            names = entry.runs.get(arm, ())[: past.num_seeds]
+            scores = [curves.get(name, {}).get(past.step) for name in names]
+            finite = finite_scores(scores)
+            return finite if len(finite) == past.num_seeds else None
+
+        return entry.race.reconsider(
+            stage.num_seeds,
+            scores_at,
+            lower_is_better=metric.lower_is_better,
+            items=metric.items or UNBOUNDED,
+        )
+
     def _write(self) -> None:
         """Write race.json; stops of arms that are not in the board any more stay in it."""
         old = read_race(self.folder)
-        stops = {stop.place: stop for stop in old.stops}
-        orders = {(order.task, order.arm, order.better): order for order in old.orders}
+        arms = {
+            (entry.race.task, architecture)
+            for entry in self.entries
+            for architecture, _ in entry.runs
+        }
+        stops = {stop.place: stop for stop in old.stops if (stop.task, stop.arm) not in arms}
+        orders = {
+            (order.task, order.arm, order.better): order
+            for order in old.orders
+            if (order.task, order.arm) not in arms
+        }
         stages = dict(old.stages)
         for entry in self.entries:
             race = entry.race

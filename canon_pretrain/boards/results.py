@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from canon_pretrain.boards.board import Reference
+from canon_pretrain.boards.board import DivergedRule, Reference
 from canon_pretrain.boards.stops import Place, RaceRecord
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import parsing
@@ -29,6 +29,8 @@ from canon_pretrain.synthetic.evaluation import (
 )
 
 LOSS = "loss"
+DIVERGED = "diverged"  # the reason of a run without a score
+NOT_FINITE = "train.not_finite"  # the error of a trainer that gives up a run that has diverged
 RACED = "stopped by the race"
 
 
@@ -60,6 +62,7 @@ class BoardPlan:
     claims: Sequence[Claim] = ()
     race: RaceRecord = field(default_factory=lambda: RaceRecord(share=1.0))
     reference: Reference | None = None
+    diverged: DivergedRule = "worst"
     others: Mapping[str, str] = field(default_factory=dict)
     """How the run in a planned run's folder differs from the planned one, by name."""
 
@@ -88,6 +91,14 @@ class Metric(NamedTuple):
             items=num_questions(task, name, windows),
         )
 
+    def worst(self, vocab_size: int | None) -> float | None:
+        """Return the score of no right answer, or the loss of a uniform model; None if unknown."""
+        if self.items is not None:
+            return 1.0 if self.lower_is_better else 0.0
+        if self.name == LOSS and vocab_size:
+            return math.log(vocab_size)
+        return None
+
 
 HELD_OUT_LOSS = Metric(LOSS, True, None)
 
@@ -111,10 +122,13 @@ class Result:
     run: BoardRun
     state: str = "waiting"  # also done, failed, damaged, RACED, or a state of summarize_run
     reason: str = ""
+    error_code: str = ""  # of a failed run, if its trainer has refused to go on
     step: int = 0
     score: float | None = None
     raced_score: float | None = None
     """The score at which a race stopped it."""
+    worst_score: float | None = None
+    """The score that counts if it has diverged; None if it has not, or if there is none."""
     record: RunRecord | None = None
     curve: dict[int, float] = field(default_factory=dict)
 
@@ -125,6 +139,23 @@ class Result:
     @property
     def has_score(self) -> bool:
         return bool(finite_scores([self.score]))
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether its last loss is not finite, or its trainer gave up for that reason."""
+        if self.state == "done":
+            return self.reason == DIVERGED
+        return self.state == "failed" and self.error_code == NOT_FINITE
+
+    @property
+    def has_no_worst_score(self) -> bool:
+        """Whether it has diverged and has no score that counts: its cell cannot be tested."""
+        return self.has_diverged and self.worst_score is None
+
+    @property
+    def tested_score(self) -> float | None:
+        """The score that tests use: the worst one of a run that has diverged."""
+        return self.score if self.has_score else self.worst_score
 
 
 def finite_scores(scores: Iterable[float | None]) -> list[float]:
@@ -145,6 +176,11 @@ def read_results(plan: BoardPlan, now: datetime) -> tuple[list[Result], dict[str
             _take_score(result)
         elif result.run.place in raced_steps:
             _mark_raced(result, raced_steps[result.run.place])
+        if result.has_diverged and plan.diverged == "worst":
+            vocab_size = None
+            if result.record is not None:
+                vocab_size = result.record.identity.get("model.vocab_size")
+            result.worst_score = task_metrics[result.run.task].worst(vocab_size)
     return results, task_metrics
 
 
@@ -157,6 +193,8 @@ def _read_result(plan: BoardPlan, run: BoardRun, now: datetime) -> Result:
     result = Result(run)
     if run.problem:
         result = Result(run, "failed", printable(run.problem))
+        if NOT_FINITE in run.problem:
+            result.error_code = NOT_FINITE
     if not is_run_folder(path):
         return result
 
@@ -182,6 +220,7 @@ def _read_result(plan: BoardPlan, run: BoardRun, now: datetime) -> Result:
     if not run.problem or summary.state in ACTIVE_STATES:
         result.state = summary.state
         result.reason = ""
+        result.error_code = record.status.error_code if record.status else ""
     result.reason = printable(summary.reason or result.reason)
     return result
 
@@ -199,7 +238,7 @@ def _take_score(result: Result) -> None:
     if result.step not in result.curve:
         result.reason = "no validation at its last step"
     elif not result.has_score:
-        result.reason = "diverged"
+        result.reason = DIVERGED
 
 
 def _mark_raced(result: Result, step: int) -> None:
@@ -211,7 +250,7 @@ def _mark_raced(result: Result, step: int) -> None:
         if math.isfinite(score):
             result.raced_score = score
         else:
-            result.reason = "diverged"
+            result.reason = DIVERGED
 
 
 @dataclass(frozen=True)
@@ -231,10 +270,14 @@ class ShownRate(NamedTuple):
     shown: list[Result]
     complete: bool
     rates: list[RateScores]
+    runs: list[Result]
 
 
 def choose(results: Sequence[Result], lower_is_better: bool) -> ShownRate:
-    """Choose the learning rate of the best mean; a rate with a run that has no score loses."""
+    """Choose the learning rate of the best mean; a rate with a run that has no score loses.
+
+    If all rates have one, a run that has diverged counts with the worst score.
+    """
     by_rate: dict[float | None, list[Result]] = {}
     for result in results:
         by_rate.setdefault(result.run.learning_rate, []).append(result)
@@ -253,7 +296,13 @@ def choose(results: Sequence[Result], lower_is_better: bool) -> ShownRate:
         is_stopped = any(run.state == RACED for run in runs)
         rates.append(RateScores(rate, scores, mean, is_stopped))
 
-    if any(rate_scores.mean is not None for rate_scores in rates):
+    if all(rate_scores.mean is None for rate_scores in rates):
+        for rate, runs in by_rate.items():
+            tested = finite_scores(run.tested_score for run in runs)
+            if len(tested) == len(runs):
+                candidates[rate] = tested
+
+    if any(math.isfinite(scores[0]) for scores in candidates.values()):
         optimum = rate_optimum(candidates, lower_is_better=lower_is_better)
     else:
         # Show the rate with most scores; of equal ones, that trained for longest.
@@ -268,9 +317,4 @@ def choose(results: Sequence[Result], lower_is_better: bool) -> ShownRate:
     complete = all(result.is_over for result in results)
     if not complete and len(by_rate) > 1:
         optimum = optimum._replace(edge=None)
-    return ShownRate(optimum, by_rate[optimum.rate], complete, rates)
-
-
-def size_of(arm: str) -> str:
-    """Return the size of ARCHITECTURE/SIZE; "" of an architecture without sizes."""
-    return arm.partition("/")[2]
+    return ShownRate(optimum, by_rate[optimum.rate], complete, rates, [*results])

@@ -36,6 +36,14 @@ class Stop:
     def place(self) -> Place:
         return self.task, self.arm, self.learning_rate
 
+    @property
+    def worse_arm(self) -> tuple[str, float | None]:
+        return self.arm, self.learning_rate
+
+    @property
+    def better_arm(self) -> tuple[str, float | None]:
+        return self.better, self.better_rate
+
     def __str__(self) -> str:
         arm = _at_rate(self.arm, self.learning_rate)
         if self.p is None:

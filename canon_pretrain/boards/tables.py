@@ -7,9 +7,10 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from canon_pretrain.boards.claims import size_of
 from canon_pretrain.boards.content import BoardContent, CellRow, ClaimRow, ReferenceRow, TaskRow
 from canon_pretrain.boards.models import unequal
-from canon_pretrain.boards.results import RateScores, finite_scores, size_of
+from canon_pretrain.boards.results import RateScores, finite_scores
 from canon_pretrain.core.terminal import duration
 from canon_pretrain.report.figures import SHARE_RANGE, MeanLine, Plot, draw_means
 from canon_pretrain.report.sections import (
@@ -40,7 +41,13 @@ MAX_RUNS = 1000  # rows of a table of runs
 MAX_LISTED = 4  # cells or claims that a sentence lists
 MIN_CHANCE = 0.005  # chances that a table shows: those that are not rounded to 0 %
 COUNTS = ("parameters", "flops_per_token", "state_bytes_per_token", "state_bytes")  # of a model
-CLAIM_VERDICTS = {"seen": "✓ confirmed", "not seen": "not confirmed", "open": "not decided yet"}
+CLAIM_VERDICTS = {
+    "seen": "✓ confirmed",
+    "not seen": "not confirmed",
+    "open": "not decided yet",
+    "undecided": "not decided: too few seeds",
+    "diverged": "not tested: a run diverged",
+}
 
 
 # -- sentences
@@ -65,7 +72,9 @@ def headline(content: BoardContent) -> Iterator[str]:
         yield f"{arm} is better than all others on {', '.join(tasks)}."
 
     # How many pairs are decided, or why none can be.
-    if len(content.seeds) == 1:
+    if len(content.seeds) == 1 and any(claim.cells > 1 for claim in content.claims):
+        yield "With one seed per cell, nothing but a claim over a grid can be decided."
+    elif len(content.seeds) == 1:
         yield "With one seed per cell, nothing can be decided."
     elif content.differences:
         num_decided = sum(pair.better is not None for pair in content.differences)
@@ -126,6 +135,12 @@ def warnings(content: BoardContent) -> Iterator[str]:
         yield (
             f"In {len(lost)} of {len(content.cells)} cells a run diverged or failed, at any rate: "
             f"no test has them ({_listed(lost)})."
+        )
+    diverged = [row for row in content.cells if row.num_diverged]
+    if diverged:
+        yield (
+            f"In {len(diverged)} of {len(content.cells)} cells a run diverged, at any rate, and "
+            f"counts with the worst score of its task ({_listed(diverged)})."
         )
     grids = _grids(content)
     for edge in ("lowest", "highest"):
@@ -226,6 +241,8 @@ def _matrix_cell(row: CellRow) -> Cell:
         notes = [" to ".join(map(_short, row.interval)), judged]
     if row.learned is not None:
         notes.append(f"{row.learned} of {row.num_seeds} seeds learned")
+    if row.num_diverged:
+        notes.append(f"{row.num_diverged} of {row.num_seeds} seeds diverged")
     if row.num_seeds < len(row.seeds):
         notes.append(f"{row.num_seeds} of {len(row.seeds)} seeds")
     return make_cell(text, *notes, chip=row.verdict)
@@ -345,16 +362,41 @@ def claims(content: BoardContent) -> Table:
             margin = f"at most {claim.margin:g} worse"
         rows.append(
             [
-                _verdict_cell(CLAIM_VERDICTS[claim.verdict], claim.step, claim.verdict == "seen"),
-                claim.task,
+                _claim_verdict(claim),
+                make_cell(claim.task, f"{claim.cells} cells" if claim.cells > 1 else ""),
                 make_cell(claim.better, margin),
                 claim.worse,
-                signed(claim.difference),
-                p_value(claim.p),
+                _mean_gain(claim),
+                _claim_p(claim),
                 p_value(claim.p_holm),
             ]
         )
     return make_table(columns, rows, "claims", text=4)
+
+
+def _claim_verdict(claim: ClaimRow) -> Cell:
+    text = CLAIM_VERDICTS[claim.verdict]
+    if claim.missing:
+        names = [*claim.missing[:MAX_LISTED]]
+        if len(claim.missing) > MAX_LISTED:
+            names.append(f"and {len(claim.missing) - MAX_LISTED} more")
+        return make_cell(text, f"missing: {', '.join(names)}")
+    return _verdict_cell(text, claim.step, claim.verdict == "seen")
+
+
+def _mean_gain(claim: ClaimRow) -> Cell:
+    """Return the difference; of a grid, the mean gain over its cells with its interval."""
+    bounds = ""
+    if claim.interval is not None:
+        bounds = interval(claim.interval)
+    return make_cell(signed(claim.difference), bounds)
+
+
+def _claim_p(claim: ClaimRow) -> Cell:
+    smallest = ""
+    if claim.smallest_p is not None:
+        smallest = f"at least {p_value(claim.smallest_p)}, {claim.pairs} pairs"
+    return make_cell(p_value(claim.p), smallest)
 
 
 def _verdict_cell(text: str, race_step: int | None, is_decided: bool) -> Cell:

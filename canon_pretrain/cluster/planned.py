@@ -209,16 +209,21 @@ def data_fingerprint(values: Values) -> str | None:
 
 @dataclass(frozen=True)
 class Promises:
-    """What a board says before its runs about the scores of a task: the claims and their score."""
+    """What a board says before its runs about the scores of a task: the claims and their score.
+
+    `diverged`: what a diverged run counts (boards/board.py).
+    """
 
     score: str = ""
     claims: list[dict[str, Any]] = field(default_factory=list)
+    diverged: str = "worst"
 
     def same(self, other: "Promises") -> bool:
         """Return whether both promise the same, in any order."""
         claims = sorted(map(repr, self.claims))
         other_claims = sorted(map(repr, other.claims))
-        return self.score == other.score and claims == other_claims
+        is_same_rule = self.diverged == other.diverged
+        return self.score == other.score and claims == other_claims and is_same_rule
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,17 @@ The score at the best of several learning rates is optimistic. If `choices` of t
 intervals have 1 / choices of the error on the side of worse scores, and an order in favor of that
 architecture has choices times the p. Rates count by how near they are to the best one.
 
-Some runs learn a task or do not, and seeds that agree by chance show no variance. Where cells of
-the same task or architecture are split (seeds far apart), a cell that is not may be all-or-nothing
-too: what that makes of a difference is added to its p.
+Some runs learn a task or do not. A cell with both kinds of seeds is split: their variance says
+nothing of other cells, nor do those of other cells of it. It is compared with another cell by
+counts of the seeds that learned (Boschloo 1970), which decides nothing with two seeds. Seeds that
+agree by chance show no variance: where cells of the same task or architecture are split, a cell
+that is not may be all-or-nothing too, and what that makes of a difference is added to its p.
 """
 
 import itertools
 import math
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -28,7 +31,10 @@ from canon_pretrain.stats.decide import ALPHA, Noise, critical_value, holm, two_
 
 ITEMS = 256  # default number of items behind a score between 0 and 1
 UNBOUNDED = 1 << 40  # items behind a score that is not a share of right answers
-APART = 0.3  # a gap between the scores of one cell that splits it
+APART = 0.3  # a gap between the scores of one cell that splits it, if they are shares
+HALF = 0.5  # the same of other scores, as a share of the range of the task's scores
+FAR = 6.0  # and in standard deviations of its steadier cells, if another cell is in the gap
+FEWEST_SEEDS = 3  # of a split cell that is tested
 PRIOR_DF = np.array([0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 20, 40, 100])
 USUAL_DF = 4.0  # half of the prior probability of the prior degrees of freedom is below
 DRAWS = 4000
@@ -43,10 +49,10 @@ Scores = Mapping[str, Mapping[str, Sequence[float]]]
 class Cell(NamedTuple):
     """The mean score over seeds; no interval if `df` is 0. Variances are of the mean.
 
-    `pooled` is the task's pooled variance. A test must reject with both variances: three seeds that
-    all fail, or all succeed, do not show that others of a task learned at random would.
-    `is_split`: some seeds are far above the others; None if it cannot be, since scores are not
-    shares. `all_or_nothing`: the probability that a cell which is not split could have been.
+    `pooled` is the task's pooled variance, of cells that are not split. A test must reject with
+    both variances: three seeds that all fail, or all succeed, may agree by chance.
+    `cut`: between the seeds that learned and those that did not, if the cell is split.
+    `all_or_nothing`: the probability that a cell which is not split could have been.
     """
 
     mean: float
@@ -57,12 +63,31 @@ class Cell(NamedTuple):
     num_seeds: int
     interval: tuple[float, float] | None = None
     choices: float = 1.0
-    is_split: bool | None = None
+    scores: tuple[float, ...] = ()
+    items: int = UNBOUNDED
+    is_share: bool = False
+    cut: float | None = None
     all_or_nothing: float = 0.0
 
     @property
     def stderr(self) -> float:
         return math.sqrt(self.variance)
+
+    @property
+    def is_split(self) -> bool:
+        return self.cut is not None
+
+    def negated(self) -> "Cell":
+        """Return the cell of the negated scores, of which a higher one is better if low ones were.
+
+        Without its interval.
+        """
+        return self._replace(
+            mean=-self.mean,
+            scores=tuple(-score for score in self.scores),
+            cut=None if self.cut is None else -self.cut,
+            interval=None,
+        )
 
 
 Cells = dict[str, dict[str, Cell]]
@@ -177,12 +202,22 @@ def measure(
     variances = np.maximum(variances, floors)
     dfs = np.array([group.size - 1 for group in groups.values()])
 
-    # Shrink them towards the task's typical variance, and pool them over the task.
+    # Only shares of right answers are bounded.
+    share_tasks = {
+        task for task in tasks if task not in unbounded_tasks and items.get(task, ITEMS) < UNBOUNDED
+    }
+    cuts = _cuts(groups, share_tasks)
+    is_split = np.array([place in cuts for place in groups])
+
+    # Shrink them towards the task's typical variance, and pool them over the task; a split cell
+    # keeps its own.
     task_indices = np.array([tasks.index(task) for task, _ in groups])
-    shrunk, shrunk_dfs = _shrink(variances, dfs, task_indices)
-    shrunk = np.maximum(shrunk, floors)
-    squares = np.bincount(task_indices, weights=dfs * variances)
-    pooled_dfs = np.bincount(task_indices, weights=dfs)
+    steady_dfs = np.where(is_split, 0, dfs)
+    shrunk, shrunk_dfs = _shrink(variances, steady_dfs, task_indices)
+    shrunk = np.where(is_split, variances, np.maximum(shrunk, floors))
+    shrunk_dfs = np.where(is_split, dfs, shrunk_dfs)
+    squares = np.bincount(task_indices, weights=steady_dfs * variances)
+    pooled_dfs = np.bincount(task_indices, weights=steady_dfs)
     pooled = squares / np.maximum(pooled_dfs, 1)
 
     cells: dict[tuple[str, str], Cell] = {}
@@ -197,6 +232,10 @@ def measure(
             pooled_df=int(pooled_dfs[task_index]),
             num_seeds=num_seeds,
             choices=(choices or {}).get((name, task), 1.0),
+            scores=tuple(group.tolist()),
+            items=items.get(task, ITEMS),
+            is_share=task in share_tasks,
+            cut=cuts.get((task, name)),
         )
 
         # Scores between 0 and 1 have an interval between 0 and 1.
@@ -205,13 +244,7 @@ def measure(
         if interval is not None and is_bounded:
             low, high = interval
             interval = max(low, 0.0), min(high, 1.0)
-
-        # Only shares of right answers can be all or nothing.
-        is_split = None
-        if is_bounded and items.get(task, ITEMS) < UNBOUNDED:
-            gaps = np.diff(np.sort(group))
-            is_split = bool((gaps > APART).any())
-        cells[task, name] = cell._replace(interval=interval, is_split=is_split)
+        cells[task, name] = cell._replace(interval=interval)
 
     # Whether a cell may be all-or-nothing depends on the other cells.
     by_task: Cells = {task: {} for task in tasks}
@@ -251,24 +284,40 @@ def with_all_or_nothing(cells: Mapping[P, Cell], place: P) -> Cell:
     learning rate).
     """
     cell = cells[place]
-    if cell.is_split is not False:
+    if cell.is_split:
         return cell
 
     task, architecture, *_ = place
     neighbors = []
     for other_place, other in cells.items():
         is_near = other_place[0] == task or other_place[1] == architecture
-        if is_near and other_place != place and other.is_split is not None:
+        if is_near and other_place != place:
             neighbors.append(other)
-    num_split = sum(bool(other.is_split) for other in neighbors)
+    num_split = sum(other.is_split for other in neighbors)
     if not num_split:
         return cell
 
-    # Bayes: `share` is the prior, and the seeds agree always if the cell is not all-or-nothing.
     expected_splits = math.fsum(map(_splits_expected, neighbors))
     share = min(1.0, num_split / expected_splits)
+    return cell._replace(all_or_nothing=_given_that_it_agrees(cell, share))
+
+
+def hidden_share(cell: Cell, split_share: float) -> float:
+    """Return the probability that a cell is all-or-nothing whose seeds agree.
+
+    `split_share`: of cells like this one, the share that is split.
+    """
+    share = min(1.0, split_share / _splits_expected(cell))
+    return _given_that_it_agrees(cell, share)
+
+
+def _given_that_it_agrees(cell: Cell, share: float) -> float:
+    """Return the probability that a cell is all-or-nothing, from the `share` that is, by Bayes.
+
+    Seeds of other cells always agree.
+    """
     agrees = share * (1 - _splits_expected(cell))
-    return cell._replace(all_or_nothing=agrees / (agrees + 1 - share))
+    return agrees / (agrees + 1 - share)
 
 
 def _splits_expected(cell: Cell) -> float:
@@ -277,6 +326,42 @@ def _splits_expected(cell: Cell) -> float:
     If it learns with an unknown, uniform probability, all n seeds agree in 2 / (n + 1) of boards.
     """
     return (cell.num_seeds - 1) / (cell.num_seeds + 1)
+
+
+def _cuts(
+    groups: Mapping[tuple[str, str], np.ndarray], share_tasks: Collection[str]
+) -> dict[tuple[str, str], float]:
+    """Return the middle of the widest gap between the scores of each cell that it splits.
+
+    `groups`: the scores by task and name. Shares are split if it is wider than APART. Of other
+    scores it must be wider than HALF of the range of the task's scores, and no other cell of the
+    task have a score in it; or be FAR wider than the steadier quarter of its cells varies.
+    """
+    groups_by_task: dict[str, list[np.ndarray]] = {}
+    for (task, _), group in groups.items():
+        groups_by_task.setdefault(task, []).append(group)
+
+    cuts = {}
+    for (task, name), group in groups.items():
+        if group.size < 2:
+            continue
+        ordered = np.sort(group)
+        gaps = np.diff(ordered)
+        widest = int(np.argmax(gaps))
+        low, high = float(ordered[widest]), float(ordered[widest + 1])
+        if task in share_tasks:
+            is_split = high - low > APART
+        else:
+            of_task = np.concatenate(groups_by_task[task])
+            between = of_task[(of_task >= low) & (of_task <= high)]
+            pooled_gap = float(np.diff(np.sort(between)).max())
+            deviations = [x.std(ddof=1) for x in groups_by_task[task] if x.size > 1]
+            half_range = HALF * float(np.ptp(of_task))
+            is_far = high - low > FAR * float(np.quantile(deviations, 0.25))
+            is_split = pooled_gap > half_range or (high - low > half_range and is_far)
+        if is_split:
+            cuts[task, name] = (low + high) / 2
+    return cuts
 
 
 def _item_variance(group: np.ndarray, items: int) -> float:
@@ -375,9 +460,11 @@ def _noises(x: Cell, y: Cell) -> list[Noise]:
 
 
 def difference_p(size: float, x: Cell, y: Cell) -> float | None:
-    """Return the two-sided p of a difference; None without noise."""
+    """Return the two-sided p of a difference; None without noise, or if it cannot be decided."""
     if min(x.df, y.df) <= 0:
         return None
+    if x.is_split or y.is_split:
+        return learned_p(x, y)
 
     # The largest p: both variances, of the cells and of the task, must reject.
     cell_noise, *pooled_noises = _noises(x, y)
@@ -385,6 +472,34 @@ def difference_p(size: float, x: Cell, y: Cell) -> float | None:
     for noise in pooled_noises:
         p = max(p, student_p(size, noise.stderr, noise.item_df))
     return min(p + chance_p(x, y), 1.0)
+
+
+def learned_p(x: Cell, y: Cell) -> float | None:
+    """Return the two-sided p that as many seeds of both cells learn, of which one is split.
+
+    By the cut of each that is split, the larger p. None with two seeds: (1, 0) against (1, 1) is
+    as likely as not.
+    """
+    if min(x.num_seeds, y.num_seeds) < FEWEST_SEEDS:
+        return None
+    higher, lower = (x, y) if x.mean > y.mean else (y, x)
+    largest_p = 0.0
+    for cut in (x.cut, y.cut):
+        if cut is not None:
+            num_higher = sum(score > cut for score in higher.scores)
+            num_lower = sum(score > cut for score in lower.scores)
+            p = _boschloo(num_higher, higher.num_seeds, num_lower, lower.num_seeds)
+            largest_p = max(largest_p, p)
+    return min(2 * largest_p, 1.0)
+
+
+@lru_cache(maxsize=4096)
+def _boschloo(more: int, of_more: int, fewer: int, of_fewer: int) -> float:
+    """Return the one-sided p of `more` of `of_more` seeds against `fewer` of `of_fewer`."""
+    table = [[more, fewer], [of_more - more, of_fewer - fewer]]
+    if more * of_fewer <= fewer * of_more:
+        return 1.0
+    return float(stats.boschloo_exact(table, alternative="greater").pvalue)
 
 
 def chance_p(x: Cell, y: Cell) -> float:
@@ -401,20 +516,30 @@ def chance_p(x: Cell, y: Cell) -> float:
     if not (low_prior or high_prior) or low_mean == high_mean:
         return 0.0
 
-    # The higher cell learns in a share low / high of seeds, yet all of its seeds did.
+    # The higher cell learns in a share low / high of seeds, yet all of its seeds did; or the lower
+    # cell fails in a share (1 - high) / (1 - low) of seeds, yet all of its seeds did. Other scores
+    # than shares have no floor or ceiling that is known.
     num_high = high.num_seeds
-    all_learn = (low_mean / high_mean) ** num_high
-
-    # The lower cell fails in a share (1 - high) / (1 - low) of seeds, yet all of its seeds did.
     num_low = low.num_seeds
-    none_learns = ((1 - high_mean) / (1 - low_mean)) ** num_low
+    all_learn = 0.0
+    none_learns = 0.0
+    if x.is_share:
+        all_learn = (low_mean / high_mean) ** num_high
+        none_learns = ((1 - high_mean) / (1 - low_mean)) ** num_low
 
-    # Of n + m seeds with one chance to learn, exactly the m of the higher cell did: at most
-    # (m / (n + m))^m (n / (n + m))^n.
-    total = num_low + num_high
-    both = (num_high / total) ** num_high * (num_low / total) ** num_low
+    # Both learn equally often, and exactly the seeds of the higher cell did.
+    both = agree_p(num_low, num_high)
     one_sided_p = high_prior * all_learn + low_prior * none_learns + high_prior * low_prior * both
     return 2 * one_sided_p
+
+
+def agree_p(num_low: int, num_high: int) -> float:
+    """Return how probable it is that exactly `num_high` of the seeds learned, at most.
+
+    All with one chance q to do so: q^num_high (1 - q)^num_low has its maximum at their share.
+    """
+    total = num_low + num_high
+    return float((num_high / total) ** num_high * (num_low / total) ** num_low)
 
 
 def student_p(size: float, stderr: float, df: float) -> float:
@@ -450,7 +575,7 @@ def differences(cells: Cells, *, lower_is_better: Collection[str] = ()) -> list[
             )
             pairs.append(pair)
 
-    adjusted = _holm([pair.p for pair in pairs])
+    adjusted = holm_adjusted([pair.p for pair in pairs])
     corrected = []
     for pair, p_holm in zip(pairs, adjusted, strict=True):
         better = None
@@ -461,7 +586,7 @@ def differences(cells: Cells, *, lower_is_better: Collection[str] = ()) -> list[
     return corrected
 
 
-def _holm(p: Sequence[float | None]) -> list[float | None]:
+def holm_adjusted(p: Sequence[float | None]) -> list[float | None]:
     """Return Holm's adjusted p values; None, which is no test, stays None."""
     tested = np.array([x for x in p if x is not None])
     adjusted = iter(holm(tested, np.ones(tested.size)).tolist())
@@ -484,13 +609,15 @@ def check_claims(
         # One-sided: half of the two-sided p, if `better` is ahead of the margin.
         above_margin = ahead + claim.margin
         p = difference_p(above_margin, x, y)
+        if claim.margin and p is not None and (x.is_split or y.is_split):
+            p = 1.0  # counts of seeds that learned have no margin
         if p is not None and above_margin > 0:
             p = min(p / 2 * x.choices, 1.0)
         elif p is not None:
             p = 1 - p / 2
         tests.append(Tested(claim, ahead, p))
 
-    adjusted = _holm([test.p for test in tests])
+    adjusted = holm_adjusted([test.p for test in tests])
     return [test._replace(p_holm=p) for test, p in zip(tests, adjusted, strict=True)]
 
 

@@ -1,6 +1,6 @@
 """A claim on two architectures that is planned before their runs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from pydantic import Field
@@ -8,9 +8,19 @@ from pydantic import Field
 
 @dataclass(frozen=True)
 class Claim:
-    """A planned one-sided test: `better` beats `worse`, or is at most `margin` worse if set."""
+    """A planned one-sided test: `better` beats `worse`, or is at most `margin` worse if set.
+
+    On a cell, or on a grid of cells: all difficulties of `task`, or of several `tasks`, and all
+    sizes of the two architectures (boards/claims.py).
+    """
 
     task: str
     better: str
     worse: str
     margin: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    tasks: list[str] = field(default_factory=list, hash=False)
+
+    @property
+    def place(self) -> str:
+        """The task or tasks, for a message or a table."""
+        return ", ".join(self.tasks) or self.task

@@ -136,13 +136,106 @@ def test_the_best_rate_wins_and_a_diverged_one_loses(tmp_path, capsys):
     assert (rope["learning_rate"], rope["edge"]) == (4e-3, "highest")
     assert (canon["learning_rate"], canon["edge"]) == (2e-3, None)
     assert [rate["mean"] is None for rate in canon["rates"]] == [False, False, True]
-    assert nope["num_without_score"] == 1
-    assert nope["num_seeds"] == 2
-    for difference in content["differences"]:
-        assert "nope" not in (difference["a"], difference["b"])
+    # one seed of nope diverged at all rates: it counts as no right answer
+    assert (nope["learning_rate"], nope["num_seeds"], nope["num_diverged"]) == (4e-3, 3, 1)
+    assert nope["num_without_score"] == 0
+    assert nope["mean"] == pytest.approx((curve(1.0, 0)[500] + 0 + curve(1.0, 2)[500]) / 3)
     # of two tasks: of nope one seed at each of 3 rates, of rope_canon one run
     diverged = [run["name"] for run in content["runs"] if run["reason"] == "diverged"]
     assert len(diverged) == 2 * (3 + 1)
+
+
+@pytest.mark.parametrize(
+    ("rule", "verdicts"), [("worst", ["seen", "seen"]), ("verdict", ["diverged", "diverged"])]
+)
+@pytest.mark.parametrize("is_given_up", [False, True])
+def test_a_diverged_run_closes_its_claims(rule, verdicts, is_given_up, tmp_path, capsys):
+    """Its last validation is NaN, or its trainer gave up: by the rule that the board has fixed."""
+
+    def scores(run):
+        if arm_of(run) == "nope":
+            return None if is_given_up else {250: 0.0, 500: math.nan}
+        return usual(run)
+
+    claims = CLAIM.format("n8", "rope", "nope", 0.0)
+    claims += '[[claims]]\ntask = "copy"\nbetter = "rope_canon"\nworse = "nope"\n'
+    path = plant_board(tmp_path / "board", scores, f'diverged = "{rule}"\n{BOARD}{claims}')
+    if is_given_up:
+        names = [run.name for run in read_sweep(path.parent).runs if arm_of(run) == "nope"]
+        write_failures(path.parent, dict.fromkeys(names, "exit code 2, error[train.not_finite]: x"))
+
+    content, _ = write_report(path, capsys)
+
+    assert [claim["verdict"] for claim in content["claims"]] == verdicts
+    cells = [cell(content, "copy/n8", "nope"), cell(content, "copy/n16", "nope")]
+    if rule == "worst":
+        assert [(x["mean"], x["num_diverged"]) for x in cells] == [(0, 3)] * 2
+    else:
+        assert [(x["mean"], x["num_without_score"]) for x in cells] == [(None, 3)] * 2
+
+
+def test_a_failed_run_keeps_its_claims_open(tmp_path, capsys):
+    claim = '[[claims]]\ntask = "copy"\nbetter = "rope_canon"\nworse = "nope"\n'
+    failed = "copy-n16-nope-seed1"
+
+    def scores(run):
+        return None if run.name == failed else usual(run)
+
+    path = plant_board(tmp_path / "board", scores, BOARD + claim)
+    write_failures(path.parent, {failed: "exit code 1, killed"})
+
+    content, _ = write_report(path, capsys)
+
+    (open_claim,) = content["claims"]
+    assert (open_claim["verdict"], open_claim["p"]) == ("open", None)
+    assert open_claim["missing"] == [failed]
+
+
+def test_a_claim_over_a_grid_has_all_of_its_cells(tmp_path, capsys):
+    """Two difficulties x two sizes x three seeds; p by all sign flips, in proportion to 2^-12."""
+    sizes = "[sizes.small]\nnum_layers = 1\n[sizes.large]\nnum_layers = 2\n"
+    claims = '[[claims]]\ntask = "copy"\nbetter = "rope_canon"\nworse = "rope"\n'
+    claims += '[[claims]]\ntask = "copy"\nbetter = "nope"\nworse = "rope"\n'
+    claims += CLAIM.format("n8", "rope_canon/small", "rope/small", 0.0)
+
+    def scores(run):
+        architecture = Path(run.config).stem.split("-")[2]
+        return curve(LEVELS[architecture], run.seed)
+
+    content, _ = report(tmp_path, capsys, scores, BOARD + sizes + claims)
+
+    seen, not_seen, of_a_cell = content["claims"]
+    gains = [curve(1.0, seed)[500] - curve(0.75, seed)[500] for seed in range(3)]
+    assert (seen["cells"], seen["pairs"], seen["verdict"]) == (4, 12, "seen")
+    assert seen["difference"] == pytest.approx(sum(gains) / 3)
+    assert seen["p"] == seen["smallest_p"] == 2**-12
+    assert seen["interval"][0] <= seen["difference"] <= seen["interval"][1]
+    assert (not_seen["verdict"], not_seen["p"]) == ("not seen", 1)
+    assert (of_a_cell["cells"], of_a_cell["smallest_p"]) == (1, None)
+
+    # Holm's correction is over claims of both kinds
+    p = [claim["p"] for claim in content["claims"]]
+    smallest, second, largest = sorted(p)
+    expected = {smallest: 3 * smallest, second: max(3 * smallest, 2 * second), largest: 1}
+    for claim in content["claims"]:
+        assert claim["p_holm"] == pytest.approx(expected[claim["p"]])
+
+
+def test_one_seed_per_cell_decides_a_claim_over_a_grid_only(tmp_path, capsys):
+    sizes = "".join(f"[sizes.d{dim}]\ndim = {dim}\n" for dim in (16, 32, 48))
+    claims = '[[claims]]\ntasks = ["copy"]\nbetter = "rope_canon"\nworse = "rope"\n'
+    claims += CLAIM.format("n8", "rope_canon/d16", "rope/d16", 0.0)
+    text = BOARD.replace("seeds = [0, 1, 2]", "seeds = [0]") + sizes + claims
+
+    def scores(run):
+        return {500: LEVELS[Path(run.config).stem.split("-")[2]]}
+
+    content, _ = report(tmp_path, capsys, scores, text)
+
+    of_grid, of_cell = content["claims"]
+    assert (of_grid["cells"], of_grid["pairs"], of_grid["p"]) == (6, 6, 2**-6)
+    assert (of_grid["verdict"], of_grid["p_holm"]) == ("seen", 2**-6)
+    assert (of_cell["verdict"], of_cell["p"]) == ("undecided", None)
 
 
 def test_missing_and_damaged_runs_are_open_or_lose(tmp_path, capsys):
@@ -175,14 +268,15 @@ def test_missing_and_damaged_runs_are_open_or_lose(tmp_path, capsys):
 
 @pytest.mark.parametrize("scores", [None, {}, {500: math.nan}])
 def test_a_board_without_scores_has_a_page(scores, tmp_path, capsys):
-    text = BOARD + CLAIM.format("n8", "rope", "nope", 0.0)
+    text = 'diverged = "verdict"\n' + BOARD + CLAIM.format("n8", "rope", "nope", 0.0)
 
     content, printed = report(tmp_path, capsys, lambda run: scores, text)
 
     assert printed
     assert {x["verdict"] for x in content["cells"]} == {"missing"}
     assert (content["differences"], content["rankings"]) == ([], [])
-    assert content["claims"][0]["verdict"] == "open"
+    has_diverged = scores and math.isnan(scores[500])
+    assert content["claims"][0]["verdict"] == ("diverged" if has_diverged else "open")
     assert "matrix" in (tmp_path / "board" / "report.html").read_text()
 
 

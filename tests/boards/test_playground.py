@@ -159,11 +159,16 @@ def test_each_architecture_is_an_arm_at_each_size(tmp_path):
         ("[5e-3]", "[-1.0]", "board.type"),
         (f'config = "{COPY}"', "", "board.missing_key"),
         ('worse = "rope"', 'worse = "nope_canon"', "board.claim"),
-        ("[[claims]]", "[sizes.wide]\ndim = 32\n[[claims]]", "board.claim"),
+        ('worse = "rope"', 'worse="rope/wide"\n[sizes.wide]\ndim=32', "board.claim"),
+        ('task = "copy/n8"', 'tasks = ["copy/n8", "copy/n8"]', "board.repeated"),
+        ('task = "copy/n8"', 'task="copy/n8"\ntasks=["copy"]', "board.repeated"),
+        ('task = "copy/n8"', 'tasks = ["mano"]', "board.claim"),
+        ('task = "copy/n8"', 'tasks = "copy"', "board.type"),
+        ("seeds =", 'diverged = "ignored"\nseeds =', "board.type"),
         ("[[claims]]", "[sizes.wide]\ndims = 32\n[[claims]]", "board.unknown_key"),
         ("[[claims]]", '[sizes.wide]\nposition = "rope"\n[[claims]]', "board.repeated"),
         ("learning_rates", 'score = "exacts"\nlearning_rates', "board.score"),
-        ('task = "copy/n8"', 'task = "copy"', "board.claim"),
+        ('task = "copy/n8"', 'task = "cop"', "board.claim"),
         ('"copy/n8" =', "copy =", "board.claim"),
         ("rope = 0.4", "rop = 0.4", "board.claim"),
         ("rope = 0.4", "rope = nan", "board.type"),
@@ -499,6 +504,75 @@ def test_claims_are_written_before_their_runs(tmp_path, capsys):
     assert len(read_record(tmp_path / "out" / BOARD, Board).claims) == 2
 
 
+GRID_CLAIM = TEXT.replace('task = "copy/n8"', 'task = "copy"')
+SIZES = "[sizes.thin]\ndim = 16\nffn_dim = 48\n[sizes.wide]\ndim = 32\nffn_dim = 96\n"
+
+
+def test_a_claim_over_a_grid_is_promised_with_its_cells(tmp_path, capsys):
+    sweep = plan(tmp_path, GRID_CLAIM + SIZES)
+    stored = read_record(tmp_path / "out" / BOARD, Board)
+
+    cells = stored.cells_of(stored.claims[0])
+    assert {(cell.task, cell.better, cell.worse) for cell in cells} == {
+        (f"copy/{n}", f"nope_canon/{size}", f"rope/{size}")
+        for n in ("n4", "n8")
+        for size in ("thin", "wide")
+    }
+    for promises in sweep.promises.values():
+        assert len(promises.claims[0]["cells"]) == 4
+
+    # once a run has started, the grid neither grows nor shrinks, and the rule stays
+    run = sweep.runs[0]
+    sweep.launch(run, tmp_path / "out")
+    plant_run(tmp_path / "out" / run.name, [])
+    more_difficulties = '[tasks.copy.difficulties.n2]\n"data.task.n" = 2\n[[claims]]'
+    larger = (GRID_CLAIM + SIZES).replace("[[claims]]", more_difficulties)
+    for text in (larger, TEXT + SIZES, f'diverged = "verdict"\n{GRID_CLAIM}{SIZES}'):
+        assert refused(capsys, tmp_path, text, "--extend") == "board.claims_changed"
+    plan(tmp_path, GRID_CLAIM + SIZES)
+
+
+def test_a_race_keeps_the_arms_of_a_claim_over_a_grid(tmp_path):
+    sweep = plan(tmp_path, GRID_CLAIM + SIZES + "[architectures.nope]\nposition = 'nope'\n")
+    entries = race_entries(read_record(tmp_path / "out" / BOARD, Board), sweep)
+
+    assert [len(entry.race.claims) for entry in entries] == [0] * 4
+    for entry in entries:
+        arms = {arm for arm, _ in entry.runs}
+        assert entry.race.kept >= {arm for arm in arms if not arm.startswith("nope/")}
+        assert not any(arm.startswith("nope/") for arm in entry.race.kept)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_promises_of_earlier_versions_are_the_same(is_lost, tmp_path):
+    """Plans without `diverged`, and claims without `tasks`."""
+    out = tmp_path / "out"
+    sweep = trained(tmp_path)
+    for name in (PLAN, BOARD):
+        if is_lost:
+            (out / name).unlink()
+            continue
+        stored = json.loads((out / name).read_text())
+        stored.pop("diverged", None)
+        for claim in stored.get("claims", []):
+            del claim["tasks"]
+        for promises in stored.get("promises", {}).values():
+            del promises["diverged"]
+        (out / name).write_text(json.dumps(stored))
+    for run in sweep.runs:
+        file = RunFolder(out / run.name).planned_file
+        planned = json.loads(file.read_text())
+        del planned["promises"]["diverged"]
+        assert all({*claim} == OLD_KEYS for claim in planned["promises"]["claims"])
+        file.write_text(json.dumps(planned))
+
+    assert plan(tmp_path).runs == sweep.runs
+    main(["report", str(tmp_path / "board.toml"), "--out", str(out)])
+
+
+OLD_KEYS = {"task", "better", "worse", "margin"}
+
+
 def test_arms_of_one_size_race_and_stopped_runs_are_listed(tmp_path, capsys):
     claimed = TEXT.replace('_canon"\nworse = "rope', '_canon/wide"\nworse = "rope/wide')
     sizes = "[sizes.thin]\ndim = 16\nffn_dim = 48\n[sizes.wide]\ndim = 32\nffn_dim = 96\n"
@@ -757,6 +831,29 @@ def test_a_race_looks_at_runs_that_have_ended(tmp_path, capfd, monkeypatch):
     assert (2, False) not in looks
 
 
+def test_runs_that_a_race_brings_back_wait_again(tmp_path):
+    sweep = plan(tmp_path, SMALL)
+    stopped = {NAMES[0]}
+
+    class Race:
+        def advance(self, at, failed):
+            return []
+
+        def is_stopped(self, run):
+            return run in stopped
+
+    driver = Driver(sweep, tmp_path / "out", parallel=1, gpus=["0"])
+    waiting = driver._advance(Race(), sweep.runs)
+    assert [run.name for run in waiting] == [NAMES[1]]
+    assert driver._total_steps == {NAMES[0]: 0, NAMES[1]: 5}
+
+    stopped.clear()
+    waiting = driver._advance(Race(), waiting)
+    assert {run.name for run in waiting} == {*NAMES}
+    assert driver._total_steps == {NAMES[0]: 5, NAMES[1]: 5}
+    assert driver._advance(Race(), waiting) == waiting
+
+
 def test_the_time_left_counts_the_steps_of_runs_that_have_ended(tmp_path, monkeypatch):
     """In a minute, 5 steps of a run that is DONE and 1 more of a run that began with 2."""
     sweep = plan(tmp_path, SMALL)
@@ -836,14 +933,16 @@ def test_a_board_trains_and_repeats_nothing(tmp_path, capfd):
 @pytest.mark.timeout(600)
 def test_a_race_trains_in_stages(tmp_path):
     """Runs of equal scores are paused at each stage, and none is stopped."""
-    text = SMALL.replace("[0]", "[0, 3]")
+    seeds = (0, 3, 4)
+    text = SMALL.replace("[0]", str([*seeds]))
 
-    assert ends(tmp_path, text, "--race") == (0, ["done"] * 4)
+    assert ends(tmp_path, text, "--race") == (0, ["done"] * 6)
 
-    for name in (*NAMES, *(name.replace("seed0", "seed3") for name in NAMES)):
-        run = tmp_path / "out" / name
-        assert [event["step"] for event in events(run, "stop")] == [2, 3]
-        assert [event["step"] for event in events(run, "validation")] == [2, 3, 5]
+    for name in NAMES:
+        for seed in seeds:
+            run = tmp_path / "out" / name.replace("seed0", f"seed{seed}")
+            assert [event["step"] for event in events(run, "stop")] == [2, 3]
+            assert [event["step"] for event in events(run, "validation")] == [2, 3, 5]
     record = read_race(tmp_path / "out")
     assert (record.stops, record.stages, record.share) == ([], {"copy/n8": 2}, 0.6)
 

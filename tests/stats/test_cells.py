@@ -160,6 +160,53 @@ def test_ranks_are_compared_with_other_scores():
         assert board.rank_correlation(cells, too_few) is None
 
 
+@pytest.mark.parametrize("scale", [1, -1, 20])
+def test_cells_of_which_some_seeds_learn_are_tested_as_counts(scale):
+    """By Boschloo's test, whatever their variance and those of other cells; 20: like a loss."""
+    scores = {
+        "always": {"copy": [scale * x for x in (1.0, 0.99, 1.0, 0.98, 1.0)]},
+        "sometimes": {"copy": [scale * x for x in (0.02, 0.0, 1.0, 0.03, 0.0)]},
+        "steady": {"copy": [scale * x for x in (0.5, 0.501, 0.499, 0.5, 0.5)]},
+    }
+    by_scipy = stats.boschloo_exact([[5, 1], [0, 4]], alternative="greater").pvalue
+
+    cells = board.measure(scores)["copy"]
+
+    assert [cell.is_split for cell in cells.values()] == [False, True, False]
+    assert board.learned_p(cells["always"], cells["sometimes"]) == pytest.approx(2 * by_scipy)
+    assert board.difference_p(0.8, cells["sometimes"], cells["always"]) == pytest.approx(
+        2 * by_scipy
+    )
+    alone = {name: scores[name] for name in ("always", "sometimes")}
+    without_steady = board.measure(alone)["copy"]
+    p = board.difference_p(0.8, without_steady["always"], without_steady["sometimes"])
+    assert p == pytest.approx(2 * by_scipy)
+
+    # the one split cell does not widen the intervals of the others
+    low, high = cells["steady"].interval
+    assert high - low < abs(scale) * 0.1
+
+
+def test_two_seeds_do_not_decide_a_split_cell():
+    cells = board.measure({"a": {"t": [1.0, 1.0]}, "b": {"t": [0.0, 1.0]}, "c": {"t": [0.5, 0.5]}})
+    assert board.difference_p(0.5, cells["t"]["a"], cells["t"]["b"]) is None
+    (tested,) = board.check_claims(cells, [Claim("t", "a", "b")])
+    assert tested.p is None
+    assert not tested.is_seen
+
+
+def test_a_margin_does_not_confirm_a_split_cell():
+    scores = {"a": {"t": [1.0, 0.0, 1.0, 1.0, 1.0]}, "b": {"t": [1.0, 0.99, 1.0, 1.0, 1.0]}}
+    (tested,) = board.check_claims(board.measure(scores), [Claim("t", "a", "b", margin=0.5)])
+    assert tested.p >= 0.5
+
+
+def test_noise_alone_splits_few_cells_of_losses(rng):
+    cells = board.measure(losses(rng, 8, 20, 3))
+    split = [cell.is_split for by_name in cells.values() for cell in by_name.values()]
+    assert np.mean(split) < 0.05
+
+
 def test_learning_rate_optimum_inside_the_grid():
     scores = {1e-3: [0.5, 0.52, 0.51], 2e-3: [0.9, 0.91, 0.9], 4e-3: [0.89, 0.92, 0.9]}
 
@@ -236,6 +283,16 @@ def test_a_few_simulated_boards(rng):
 
     assert 0.9 < coverage < 0.99
     assert max(false_calls, false_claims) <= highest_rate(10, 0.05)
+
+
+@pytest.mark.parametrize("steady", [0, 2, 6])
+@pytest.mark.parametrize("scale", [1, 10])
+@pytest.mark.parametrize("seeds", [2, 3, 5])
+def test_equal_shares_of_seeds_that_learn_are_no_difference(seeds, scale, steady, rng):
+    """Of two seeds of losses in ten tasks, 48 % of boards had a false claim."""
+    boards = 20
+    rate = simulate.learned_or_not(10, steady, seeds, boards, rng, scale=scale)
+    assert rate <= highest_rate(boards, 0.05)
 
 
 # coverage of few boards is less exact; an error rate is judged by its binomial bound
