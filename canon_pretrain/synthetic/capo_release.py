@@ -183,7 +183,7 @@ class ReleasedCapo(Capo):
 
     @property
     def answer_limit(self) -> int:
-        return max(map(len, itertools.chain.from_iterable(self.corpus.values)))
+        return self.corpus.longest_value
 
     def is_complete(self, answer: Sequence[int]) -> bool:
         """Return whether no longer value begins with the answer. A value with which another one

@@ -137,6 +137,10 @@ class Release:
         return values
 
     @functools.cached_property
+    def longest_value(self) -> int:
+        return max(map(len, itertools.chain.from_iterable(self.values)))
+
+    @functools.cached_property
     def beginnings(self) -> set[tuple[int, ...]]:
         """The ids with which some longer value begins."""
         values = itertools.chain.from_iterable(self.values)
@@ -191,9 +195,11 @@ def read_release(clone: str, tokenizer: str) -> Release:
     folder = Path(clone) / FOLDER
     lists = {name: _read_words(folder / "fields" / f"{name}.txt", LISTS[name]) for name in LISTS}
     openings, *templates = _read_templates(folder / SOURCE)
-    companies = [line.split("; ") for line in lists["company"]]
-    employers = [employer for employer, _ in companies]
-    work_cities = list(dict.fromkeys(city for _, city in companies))
+    companies = [line.partition("; ") for line in lists["company"]]
+    employers = [employer for employer, _, _ in companies]
+    work_cities = list(dict.fromkeys(city for _, _, city in companies))
+    if "" in work_cities:
+        _refuse(folder, "a company has no city")
 
     # All that is ever encoded: words behind a space, and sentences with each of their values
     pieces = Pieces(Path(tokenizer))
@@ -239,7 +245,7 @@ def read_release(clone: str, tokenizer: str) -> Release:
         openings=padded(text.tokens[: text.start] for text in dated),
         closings=padded(text.tokens[text.end :] for text in dated),
         sentences=tables,
-        work_city=np.array([work_cities.index(city) for _, city in companies]),
+        work_city=np.array([work_cities.index(city) for _, _, city in companies]),
         vocabulary=["<unused>", "<bos>", *map(pieces.text, numbers)],
     )
 
