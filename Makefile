@@ -6,6 +6,7 @@
 # make test-long    before a release: test-system's draws and simulations five times as many, more odd values
 # make test-fake-gpu  the trainer on fake GPUs, and planted faults that it must find
 # make test-learning  small models of the playground, trained until they solve their task
+# make test-release  synthetic tasks beside the author's: CLONE=PATH of PhysicsLM4, TOKENIZER=gpt2/tokenizer.json
 # make test-slurm   the Slurm scripts on a real Slurm of two nodes (root; Debian's slurm packages)
 # make slurm-demo   text to report by Slurm jobs, command by command
 # make snapshots    renew the snapshots that hold the wording of help, tables and messages
@@ -34,7 +35,7 @@ LM := outputs/boards/lm-data
 
 # make deletes the target of an interrupted recipe, which here would be a manifest of shards
 .PRECIOUS: $(LM)/validation/manifest.json
-.PHONY: quickstart playground playground-lm test test-system test-long test-fake-gpu test-learning test-slurm snapshots slurm-demo check constraints install clean-quickstart
+.PHONY: quickstart playground playground-lm test test-system test-long test-fake-gpu test-learning test-release test-slurm snapshots slurm-demo check constraints install clean-quickstart
 
 quickstart: $(INSTALLED)
 	python -m canon_pretrain.quickstart
@@ -62,6 +63,12 @@ test-fake-gpu: $(INSTALLED)
 
 test-learning: $(INSTALLED)
 	$(PYTEST) -m learning
+
+# without CLONE they are skipped, without TOKENIZER a small tokenizer replaces GPT-2's
+CLONE ?=
+TOKENIZER ?=
+test-release: $(INSTALLED)
+	CLONE="$(abspath $(CLONE))" TOKENIZER="$(abspath $(TOKENIZER))" $(PYTEST) -m release tests/synthetic/test_release.py
 
 # a cluster per process: a test mostly waits for Slurm or for a program on one core
 test-slurm: $(INSTALLED)

@@ -11,7 +11,7 @@ from canon_pretrain.model.args import CHOICES, FLAVORS, ModelArgs
 from canon_pretrain.run.sections import SETTINGS, TORCHTITAN, Sections
 from canon_pretrain.run.setting import settings
 from canon_pretrain.synthetic.task import Task
-from canon_pretrain.synthetic.tasks import TASKS, TaskSection
+from canon_pretrain.synthetic.tasks import RELEASED, TASKS, TaskSection
 from canon_pretrain.titan.job_config import CanonJobConfig
 from canon_pretrain.titan.keys import SHORT_HELP
 from tests.support import ROOT
@@ -50,12 +50,13 @@ def config_classes():
     """Return the names of the dataclasses of a job's sections, of ModelArgs and of the tasks."""
     hints = [*get_type_hints(CanonJobConfig).values(), *get_type_hints(Sections).values()]
     sections = filter(is_dataclass, hints)
-    return dataclass_names([*sections, *TASKS.values(), TaskSection, ModelArgs])
+    tasks = [*TASKS.values(), *RELEASED.values()]
+    return dataclass_names([*sections, *tasks, TaskSection, ModelArgs])
 
 
 def task_classes():
     """Return the names of the tasks' classes, each of which has defaults of its own."""
-    return dataclass_names(TASKS.values())
+    return dataclass_names([*TASKS.values(), *RELEASED.values()])
 
 
 def test_a_field_of_a_config_class_is_declared_once():

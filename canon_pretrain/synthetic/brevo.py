@@ -59,16 +59,17 @@ class Edges(NamedTuple):
 class _Numbers:
     """The names 1..`n`, each one token, behind the interface of `Names`."""
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, marks: Sequence[int]) -> None:
         self.high = 1
         self.count = n
         self.random_words = n
+        self._ids = np.array([*range(1 + n), *marks])
 
     def draw(self, random_bits: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         return np.argsort(random_bits, axis=1) + 1
 
     def write(self, symbols: np.ndarray, kinds: np.ndarray) -> Instances:
-        return packed(symbols, kinds)
+        return packed(self._ids[symbols], kinds)
 
     def parse(self, ids: Sequence[int]) -> list[Name] | None:
         if not all(1 <= number <= self.count for number in ids):
@@ -84,17 +85,28 @@ class Brevo1(GraphTask):
     """
 
     name: ClassVar[str] = "brevo1"
+    answers_query: ClassVar[bool] = False
+    """Whether an answer ends with the query."""
     n: int = 70
     last_query: bool = False
     """Brevo: query the last vertex, as the released generator."""
 
     @functools.cached_property
     def _names(self) -> Names | _Numbers:
-        return _Numbers(self.n)
+        first_mark = min(self._marks)
+        if first_mark <= self.n:
+            self.refuse("n", self.n, f"at most {first_mark - 1}, below the special ids")
+        return _Numbers(self.n, self._marks)
 
     @property
-    def _first_mark(self) -> int:
-        return self.n + 1
+    def _marks(self) -> Sequence[int]:
+        """The ids of MARKS."""
+        return range(self.n + 1, self.n + 1 + len(MARKS))
+
+    @property
+    def _most_answers(self) -> int:
+        """The most vertices of an answer: all but the query, or with it."""
+        return self.n if self.answers_query else self.n - 1
 
     @functools.cached_property
     def _most_edges(self) -> int:
@@ -105,9 +117,9 @@ class Brevo1(GraphTask):
         """
         # 4 parents per vertex, but the first four vertices have at most 0, 1, 2, 3: 10 fewer
         by_degree = max(3, DEGREE * self.n - 10)
-        # An edge takes two names; up to n more are in the answer.
+        # An edge takes two names; the query and the answer have more.
         names = (self.seq_len - len(MARKS)) // self._names.high
-        by_context = (names - self.n) // 2
+        by_context = (names - 1 - self._most_answers) // 2
 
         # A number of parents that is uniform in 1 ... 4 has mean 2.5 and variance 1.25.
         mean = 2.5 * (self.n - 1)
@@ -118,14 +130,16 @@ class Brevo1(GraphTask):
 
     @property
     def longest(self) -> int:
-        return len(MARKS) + self._names.high * (2 * self._most_edges + self.n)
+        names = 2 * self._most_edges + 1 + self._most_answers
+        return len(MARKS) + self._names.high * names
 
     @property
     def vocab_size(self) -> int:
-        return self._first_mark + len(MARKS)
+        return 1 + max(self._marks)
 
     def word(self, token: int) -> str:
-        return str(token) if token < self._first_mark else MARKS[token - self._first_mark]
+        words = [word for word, mark in zip(MARKS, self._marks, strict=True) if mark == token]
+        return "/".join(words) or str(token)
 
     @property
     def random_words(self) -> int:
@@ -140,11 +154,9 @@ class Brevo1(GraphTask):
         # Vertices 0 ... n - 1, each after those that it depends on; the first ones have no parent.
         # The query is one of the last quarter, or the last one.
         n = self.draw_n(bits_n[:, 0])
-        max_leaves = 1 + -(-(n - 1) // 4)
-        leaves = 1 + below(bits_leaves[:, 0], max_leaves)
+        leaves = 1 + below(bits_leaves[:, 0], self._most_leaves(n))
         earliest_query = n - 1 if self.last_query else 3 * n // 4
         query = earliest_query + below(bits_query[:, 0], n - earliest_query)
-        names = self._names.draw(bits_names, n)
 
         # random [N, HALVES, graphs], graphs by descending size: those with a vertex i come first.
         order = np.argsort(-n, kind="stable")
@@ -163,6 +175,7 @@ class Brevo1(GraphTask):
         # All edges, by instance, within one in random order
         graph, parent, child, slot = map(np.concatenate, zip(*edges, strict=True))
         instance = order[graph]
+        names = self._draw_names(bits_names, n, instance, np.stack([parent, child]))
         edge_bits = random[child, 1 + DEGREE + slot, graph]
         edge_order = np.argsort(edge_bits | instance << 32)
         edge_names = np.stack([names[instance, parent], names[instance, child]], axis=1)
@@ -190,6 +203,17 @@ class Brevo1(GraphTask):
         written = self._names.write(symbols[:, None], kinds[:, None])
         last_symbols = lengths.sum(axis=1).cumsum() - 1
         return written._replace(ends=written.ends[last_symbols])
+
+    def _most_leaves(self, n: np.ndarray) -> np.ndarray:
+        """Return the most vertices without parents of graphs of `n` vertices."""
+        return 1 + -(-(n - 1) // 4)
+
+    def _draw_names(
+        self, random_bits: np.ndarray, n: np.ndarray, instance: np.ndarray, ends: np.ndarray
+    ) -> np.ndarray:
+        """Return the symbols of the vertices, int64 [count, N]. `instance` [edges] and `ends`
+        [2, edges] are the edges."""
+        return self._names.draw(random_bits, n)
 
     def _draw_edges(self, random: np.ndarray, n: np.ndarray, leaves: np.ndarray) -> list[Edges]:
         """Return the edges into the vertices 1, 2, ..., which come after those they depend on.
@@ -246,17 +270,17 @@ class Brevo1(GraphTask):
             taken = ready[graph, vertex] + waits[vertex, graph]
             ready[graph, parent] = np.maximum(ready[graph, parent], taken)
 
-        # The query itself is no part of the answer.
         times = ready + waits.T
-        times[graphs, query] = -np.inf
+        if not self.answers_query:
+            times[graphs, query] = -np.inf
         return times
 
     @property
     def answer_limit(self) -> int:
-        return (self.n - 1) * self._names.high + 1
+        return self._most_answers * self._names.high + 1
 
     def is_complete(self, answer: Sequence[int]) -> bool:
-        return len(answer) > 0 and answer[-1] == self._first_mark + EOS
+        return len(answer) > 0 and answer[-1] == self._marks[EOS]
 
     @property
     def metrics(self) -> list[str]:
@@ -287,6 +311,8 @@ class Brevo1(GraphTask):
         for name in names or ():
             if name not in in_order and in_order.issuperset(parents.get(name, ())):
                 in_order.add(name)
+        if self.answers_query:
+            needed.add(query)
         is_right = names is not None and len(names) == len(in_order) and in_order == needed
 
         values = {"exact": float(is_right)}
@@ -296,9 +322,9 @@ class Brevo1(GraphTask):
 
     def _read(self, prompt: Sequence[int]) -> tuple[dict[Name, set[Name]], Name]:
         """Return what each vertex of the last graph depends on, and the query."""
-        bos = self._first_mark + BOS
-        query_mark = self._first_mark + QUERY
-        ans = self._first_mark + ANS
+        bos = self._marks[BOS]
+        query_mark = self._marks[QUERY]
+        ans = self._marks[ANS]
         ids = list(prompt[-self.longest :])
         ids = after_last(ids, bos) if bos in ids else []
 
@@ -334,8 +360,8 @@ class Brevo2(Brevo1):
 
     @functools.cached_property
     def _names(self) -> Names:
-        return Names(self, self.n, self.vocab, self.name_tokens, len(MARKS))
+        return Names(self, self.n, self.vocab, self.name_tokens, self._marks)
 
     @property
-    def _first_mark(self) -> int:
-        return 2 * self.vocab + 1
+    def _marks(self) -> Sequence[int]:
+        return range(2 * self.vocab + 1, 2 * self.vocab + 1 + len(MARKS))

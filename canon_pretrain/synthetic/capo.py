@@ -210,9 +210,7 @@ class Capo(Task):
 
     def build(self, random_bits: np.ndarray, seed: int) -> Instances:
         count = len(random_bits)
-        exposure, position = np.divmod(random_bits[:, 0], self.people)
-        person = _permute(position, self.people, _hash(seed, exposure))
-        slots = _slots(person)
+        slots = _slots(self.person(random_bits[:, 0], seed))
 
         # A template per attribute, [count, 6 * longest], the person's ids in its slots
         _, templates, kinds, _ = language()
@@ -225,6 +223,11 @@ class Capo(Task):
 
         token_kinds = kinds[attribute, template].reshape(count, -1)
         return packed(ids, token_kinds)
+
+    def person(self, place: np.ndarray, seed: int) -> np.ndarray:
+        """Return the number of the person at each place in the stream of a seed, uint64."""
+        exposure, position = np.divmod(place, self.people)
+        return _permute(position, self.people, _hash(seed, exposure))
 
     def windows(self, seed: int, first: int, count: int, domain: int = TRAINING) -> Windows:
         per_window = self.per_window
@@ -326,8 +329,8 @@ class Capo(Task):
         return Judgement(self.verdict(answer, is_right, is_malformed), values)
 
 
-def _slots(person: np.ndarray) -> np.ndarray:
-    """Return the slots of people, ids [count, 13]."""
+def draw_people(person: np.ndarray) -> list[np.ndarray]:
+    """Return people's words as numbers in the lists of SIZES, and their gender, 11 of [count]."""
     # People have distinct names: one of all that first, middle and last names make.
     _, num_middle, num_last = SIZES[:3]
     name = _permute(person, NAMES, _hash(NAME_KEY)).astype(np.int64)
@@ -338,10 +341,14 @@ def _slots(person: np.ndarray) -> np.ndarray:
     bounds = (*SIZES[3:], NUM_GENDERS)
     draw = np.arange(len(bounds))
     random_bits = _hash(VALUE_KEY, person[:, None], draw)
-    *values, employer, gender = below(random_bits, bounds).T
-    working_city = (CITY_FACTOR * employer + 17) % SIZES[6]
+    return [first, middle, last, *below(random_bits, bounds).T]
 
-    numbers = [first, middle, last, *values, employer, working_city, gender, gender]
+
+def _slots(person: np.ndarray) -> np.ndarray:
+    """Return the slots of people, ids [count, 13]."""
+    *words, employer, gender = draw_people(person)
+    working_city = (CITY_FACTOR * employer + 17) % SIZES[6]
+    numbers = [*words, employer, working_city, gender, gender]
     first_ids = [*STARTS[:10], CITY, SHE, SHE + NUM_GENDERS]
     return np.stack(numbers, axis=1) + first_ids
 
@@ -351,16 +358,24 @@ def _slots_of_name(full_name: tuple[int, ...], people: int) -> tuple[int, ...]:
     """Return the slots of the person of this name, three ids; empty if there is none."""
     if len(full_name) < len(NAME_SLOTS):
         return ()
-    name = np.zeros(1, np.uint64)
+    numbers = []
     for token, start, size in zip(full_name, STARTS, SIZES, strict=False):
         number = token - start
         if not 0 <= number < size:
             return ()
-        name = name * size + number
-    person = _permute(name, NAMES, _hash(NAME_KEY), backward=True)
+        numbers.append(number)
+    person = person_of_name(numbers)
     if person[0] >= people:
         return ()
     return tuple(_slots(person)[0].tolist())
+
+
+def person_of_name(numbers: Sequence[int]) -> np.ndarray:
+    """Return the number of the person whose first, middle and last name these are, uint64 [1]."""
+    name = np.zeros(1, np.uint64)
+    for number, size in zip(numbers, SIZES, strict=False):
+        name = name * size + number
+    return _permute(name, NAMES, _hash(NAME_KEY), backward=True)
 
 
 def _hash(*parts: Any) -> np.ndarray:

@@ -39,6 +39,7 @@ class Depo1(GraphTask):
     1 ... `k` edges away, round the cycle if k exceeds n. `exact_n`, `exact_k`: always `n`, `k`."""
 
     name: ClassVar[str] = "depo1"
+    most_hops: ClassVar[int] = MOST
     seq_len: int = 2048
     n: int = 225
     k: int = 8
@@ -53,12 +54,14 @@ class Depo1(GraphTask):
     def check(self) -> None:
         super().check()
         self.check_least(k=1)
-        if self.k > MOST:
-            self.refuse("k", self.k, f"at most {MOST:,}")
+        if self.k > self.most_hops:
+            self.refuse("k", self.k, f"at most {self.most_hops:,}")
 
     @functools.cached_property
     def names(self) -> Names:
-        return Names(self, self.n, self.vocab, self.name_tokens, specials=2 + self.k)
+        first_query = self._query_0 + 1
+        marks = (self._bos, self._ans, *range(first_query, first_query + self.k))
+        return Names(self, self.n, self.vocab, self.name_tokens, marks)
 
     @property
     def queries(self) -> int:
@@ -76,20 +79,24 @@ class Depo1(GraphTask):
 
     @property
     def _ans(self) -> int:
-        """The id of <ans>; that of <query_k> is k more."""
         return 2 * self.vocab + 2
 
     @property
+    def _query_0(self) -> int:
+        """The id of <query_k> is k more."""
+        return self._ans
+
+    @property
     def vocab_size(self) -> int:
-        return self._ans + self.k + 1
+        return 1 + max(self._bos, self._query_0 + self.k)
 
     def word(self, token: int) -> str:
         if token == self._bos:
             return "<bos>"
         if token == self._ans:
             return "<ans>"
-        k = token - self._ans
-        return f"<query_{k}>" if k > 0 else str(token)
+        k = token - self._query_0
+        return f"<query_{k}>" if 0 < k <= self.k else str(token)
 
     @property
     def random_words(self) -> int:
@@ -116,7 +123,7 @@ class Depo1(GraphTask):
         answer_nodes = (query_nodes + hops) % n[:, None]
 
         # Symbols [count, N, 2] of edges and [count, queries, 4] of queries; 0 where n is lower. The
-        # symbol of k hops is that of ANS plus k.
+        # symbol of k hops is that of <ans> plus k.
         row = row[:, None]
         ans = np.full_like(hops, self.names.symbol(self._ans))
         edges = np.stack([cycle[row, edge_order], successor[row, edge_order]], axis=2)
@@ -174,9 +181,9 @@ class Depo1(GraphTask):
         if self._bos in prompt and prompt[-1] == self._ans:
             # Edges up to the first special token; the question between the last two
             instance = after_last(prompt, self._bos)
-            specials = [i for i, token in enumerate(instance) if token >= self._bos]
+            specials = [i for i, token in enumerate(instance) if token > 2 * self.vocab]
             query = specials[-2] if len(specials) > 1 else 0
-            k = instance[query] - self._ans
+            k = instance[query] - self._query_0
             ends = self.names.parse(instance[: specials[0]]) or ()
             nodes = self.names.parse(instance[query + 1 : -1]) or ()
 

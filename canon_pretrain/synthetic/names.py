@@ -1,8 +1,8 @@
 """Distinct names of one or more tokens (paper, footnote 25): all but the last token of a name from
 [1, V], the last from [V + 1, 2V].
 
-A symbol is a number for a name or a special token: 0 is padding, 1 ... `count` are the names, then
-come the special tokens, whose ids are 2V + 1, 2V + 2, ....
+A symbol is a number for a name or a mark: 0 is padding, 1 ... `count` are the names, then come the
+marks, the task's special tokens, whose ids are above 2V.
 """
 
 import functools
@@ -18,10 +18,16 @@ MOST = 1 << 20
 
 class Names:
     """The names of `vocab` tokens that have `name_tokens` tokens, of which an instance of `task`
-    takes up to `n`. Raises UserError if there are fewer, or more than `MOST`."""
+    takes up to `n`, and the ids `marks`. Raises UserError if there are fewer names than `n`, or
+    more than `MOST`."""
 
     def __init__(
-        self, task: Task, n: int, vocab: int, name_tokens: tuple[int, int] | int, specials: int
+        self,
+        task: Task,
+        n: int,
+        vocab: int,
+        name_tokens: tuple[int, int] | int,
+        marks: Sequence[int],
     ) -> None:
         if isinstance(name_tokens, tuple):
             low, high = name_tokens
@@ -29,6 +35,9 @@ class Names:
             low = high = name_tokens
         if vocab < 1:
             task.refuse("vocab", vocab, "at least 1")
+        first_mark = min(marks, default=2 * vocab + 1)
+        if first_mark <= 2 * vocab:
+            task.refuse("vocab", vocab, f"at most {(first_mark - 1) // 2}, below the special ids")
         if not 1 <= low <= high <= task.seq_len:
             task.refuse("name_tokens", [low, high], "1 <= shortest <= longest <= seq_len")
 
@@ -46,19 +55,19 @@ class Names:
         if n > self.count:
             task.refuse("n", n, f"at most {self.count}: there are no more names; raise vocab")
 
-        # `_tokens` [symbols, high] by symbol, 0 past the end: padding, names by length, specials.
+        # `_tokens` [symbols, high] by symbol, 0 past the end: padding, names by length, marks.
         # The names of one length count in base `vocab`, digits 1 ... V, the last one V higher.
         self._sizes = np.array(sizes, np.uint64)
         self._first_symbols = 1 + np.cumsum(sizes) - sizes
-        self._tokens = np.zeros((1 + self.count + specials, high), np.int32)
+        self._tokens = np.zeros((1 + self.count + len(marks), high), np.int32)
         for length, first, size in zip(lengths, self._first_symbols, sizes, strict=True):
             powers = vocab ** np.arange(length)[::-1]
             number = np.arange(size)[:, None]
             rows = self._tokens[first : first + size]
             rows[:, :length] = 1 + number // powers % vocab
             rows[:, length - 1] += vocab
-        first_special = 2 * vocab + 1
-        self._tokens[1 + self.count :, 0] = np.arange(first_special, first_special + specials)
+        self._tokens[1 + self.count :, 0] = marks
+        self._marks = marks
 
     @functools.cached_property
     def _candidates(self) -> int:
@@ -134,9 +143,9 @@ class Names:
             chosen[is_short] = self._choose(longer, sizes[is_short])
         return chosen
 
-    def symbol(self, token: int) -> int:
-        """Return the symbol of a special token."""
-        return token - 2 * self.vocab + self.count
+    def symbol(self, mark: int) -> int:
+        """Return the symbol of the id of a mark."""
+        return 1 + self.count + self._marks.index(mark)
 
     def write(self, symbols: np.ndarray, kinds: np.ndarray) -> Instances:
         """Return the rows of `symbols` [count, width] as tokens, of `kinds` [..., width]."""

@@ -97,6 +97,8 @@ class Task(ABC):
     """Of generated answers; 0: the likeliest tokens."""
     span_metrics: ClassVar[Mapping[str, bool]] = MappingProxyType({})
     """The names that `score_spans` returns, and whether higher is better."""
+    fixed: ClassVar[Sequence[str]] = ()
+    """Settings whose default is the only value."""
     seq_len: int = 1024
     loss_on: Literal["answers", "all"] = "answers"
     """Labels that the loss counts."""
@@ -104,6 +106,10 @@ class Task(ABC):
     def __post_init__(self) -> None:
         if self.loss_on not in ("answers", "all"):
             self.refuse("loss_on", self.loss_on, '"answers" or "all"')
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in self.fixed and value != field.default:
+                self.refuse(field.name, value, f"{field.default!r} with release = true, or unset")
         self.check()
         if self.longest is not None and self.longest > self.seq_len:
             raise UserError(

@@ -14,11 +14,20 @@ from canon_pretrain.core.fields import help_of, optional_fields
 from canon_pretrain.synthetic.automata import AutomataTask
 from canon_pretrain.synthetic.brevo import Brevo1, Brevo2
 from canon_pretrain.synthetic.capo import Capo
+from canon_pretrain.synthetic.capo_release import ReleasedCapo
 from canon_pretrain.synthetic.copying import Copy
 from canon_pretrain.synthetic.depo import Depo1, Depo2
 from canon_pretrain.synthetic.lano import Lano
 from canon_pretrain.synthetic.mano import Mano
 from canon_pretrain.synthetic.mqar import Mqar
+from canon_pretrain.synthetic.release import (
+    ReleasedBrevo1,
+    ReleasedBrevo2,
+    ReleasedDepo1,
+    ReleasedDepo2,
+    ReleasedLano,
+    ReleasedMano,
+)
 from canon_pretrain.synthetic.state import State
 from canon_pretrain.synthetic.task import Task
 
@@ -37,6 +46,18 @@ TASKS: Mapping[str, type[Task]] = MappingProxyType(
         "state": State,
     }
 )
+RELEASED: Mapping[str, type[Task]] = MappingProxyType(
+    {
+        "depo1": ReleasedDepo1,
+        "depo2": ReleasedDepo2,
+        "brevo1": ReleasedBrevo1,
+        "brevo2": ReleasedBrevo2,
+        "capo": ReleasedCapo,
+        "lano": ReleasedLano,
+        "mano": ReleasedMano,
+    }
+)
+"""The tasks with `release = true`."""
 _ORDER = (
     "n",
     "k",
@@ -63,6 +84,9 @@ _ORDER = (
     "symbols",
     "examples",
     "example_tokens",
+    "release",
+    "release_path",
+    "release_tokenizer",
     "loss_on",
 )
 """The order of the keys in --help-all and in config.json; other settings follow."""
@@ -71,7 +95,8 @@ _ORDER = (
 def _section() -> Any:
     """Return a dataclass of the settings that any task declares, but for training.seq_len."""
     # A class that declares a setting first, or says what it means, comes first.
-    classes = dict.fromkeys(base for cls in TASKS.values() for base in reversed(cls.__mro__))
+    tasks = [*TASKS.values(), *RELEASED.values()]
+    classes = dict.fromkeys(base for cls in tasks for base in reversed(cls.__mro__))
     types: dict[str, Any] = {}
     help_texts: dict[str, str] = {}
     for cls in filter(is_dataclass, classes):
@@ -119,22 +144,32 @@ def _adapter(kind: type[Task]) -> TypeAdapter[Task]:
 
 
 def build_task(name: str, settings: Mapping[str, Any]) -> Task:
-    """Build the task `name`; its defaults hold for all other settings. Raises UserError."""
+    """Build the task `name`; its defaults hold for all other settings. Raises UserError.
+
+    `release = true` chooses the class of the release, which alone has this setting.
+    """
     check_choice("data.task.name", name, TASKS)
-    default = TASKS[name]()
-    keys = [field.name for field in dataclasses.fields(default)]
-    for key in settings:
-        if key not in keys:
+    chosen = dict(settings)
+    is_released = bool(chosen.get("release")) and name in RELEASED
+    cls = RELEASED[name] if is_released else TASKS[name]
+    if name in RELEASED and not is_released:
+        chosen.pop("release", None)
+
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+    keys = [field.name for field in dataclasses.fields(RELEASED.get(name, cls))]
+    for key in chosen:
+        if key not in defaults:
+            condition = " without release = true" if key in keys else ""
             raise UserError(
                 "task.unknown_setting",
-                f"task {name} has no setting {key}; it has {', '.join(keys)}."
+                f"task {name} has no setting {key}{condition}; it has {', '.join(keys)}."
                 f"{suggestion(key, keys)}",
                 task=name,
                 key=key,
             )
 
     try:
-        return _adapter(type(default)).validate_python(default.settings | dict(settings))
+        return _adapter(cls).validate_python(defaults | chosen)
     except ValidationError as error:
         problem = error.errors()[0]
         key = ".".join(map(str, problem["loc"]))

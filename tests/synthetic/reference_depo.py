@@ -37,8 +37,13 @@ def walk(edges, node, hops):
     return node
 
 
-def read(ids, vocab):
-    """Return the edges and queries that the ids of a whole instance show."""
+def read(ids, vocab, query_mark=None):
+    """Return the edges and queries that the ids of a whole instance show.
+
+    `query_mark` is the id of a query for no hops.
+    """
+    if query_mark is None:
+        query_mark = 2 * vocab + 2
     # A name ends with an id above vocab; marks are names of one id, above 2 vocab.
     names = []
     name = ()
@@ -54,8 +59,21 @@ def read(ids, vocab):
     for hops_mark, node, answer in zip(
         names[start::4], names[start + 1 :: 4], names[start + 3 :: 4], strict=True
     ):
-        queries.append((hops_mark[0] - 2 * vocab - 2, node, answer))
+        queries.append((hops_mark[0] - query_mark, node, answer))
     return edges, queries
+
+
+def labels(ids, answer_mark, query_mark):
+    """Return which ids count, 0 or 1: from each answer mark to the next query."""
+    counted = []
+    is_counted = 0
+    for token in ids:
+        if token == answer_mark:
+            is_counted = 1
+        elif token > query_mark:
+            is_counted = 0
+        counted.append(is_counted)
+    return counted
 
 
 def show(edges, queries, vocab):

@@ -34,6 +34,13 @@ SMALL = {
     "state": {"l": 4, "seq_len": 40},
     "automata": {"symbols": 6, "examples": 4, "example_tokens": 9, "seq_len": 96},
 }
+RELEASED_SMALL = {
+    "depo1": SMALL["depo1"] | {"release": True},
+    "depo2": {"n": 5, "k": 3, "name_tokens": (2, 3), "seq_len": 128, "release": True},
+    "brevo1": SMALL["brevo1"] | {"release": True},
+    "brevo2": SMALL["brevo2"] | {"seq_len": 176, "release": True},
+    "mano": SMALL["mano"] | {"release": True},
+}
 SEVERAL_ORDERS = ("brevo1", "brevo2")  # of the vertices of a right answer
 OTHER = {
     "answers": "all",
@@ -47,9 +54,15 @@ OTHER = {
 }
 
 
-@pytest.fixture(params=TASKS)
-def task(request):
-    return build_task(request.param, SMALL[request.param])
+@pytest.fixture(params=[*SMALL.items(), *RELEASED_SMALL.items()], ids=str)
+def named_settings(request):
+    """The name and the settings of a small task."""
+    return request.param
+
+
+@pytest.fixture
+def task(named_settings):
+    return build_task(*named_settings)
 
 
 def mutations(task, answer, rng):
@@ -139,7 +152,11 @@ def test_seeds_windows_and_domains_differ(task):
 
 
 def test_fingerprint_depends_on_each_setting(task):
-    settings = {key: value for key, value in task.settings.items() if value is not None}
+    settings = {
+        key: value
+        for key, value in task.settings.items()
+        if value is not None and key not in task.fixed
+    }
     fingerprints = {task.fingerprint, dataclasses.replace(task).fingerprint}
     for key, value in settings.items():
         # MQAR's vocabulary is even.
@@ -181,8 +198,8 @@ def test_evaluations_are_tasks_of_the_same_vocabulary(task):
         assert any(other.questions(0, 0, 9))
 
 
-def test_settings_and_prompts_out_of_range_are_refused(task):
-    small = SMALL[task.name]
+def test_settings_and_prompts_out_of_range_are_refused(named_settings, task):
+    _, small = named_settings
     sizes = {"n", "k", "vocab", "l", "modulus", "people", "exposures", "pairs", "queries", "slots"}
     sizes |= {"states", "symbols", "examples", "example_tokens"}
     sizes &= task.settings.keys()

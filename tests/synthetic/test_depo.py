@@ -182,7 +182,7 @@ def test_evaluation_fixes_the_size_and_keeps_the_ids():
 
 
 def test_names_never_run_short_and_depend_on_their_row_alone():
-    names = Names(build_task("depo1", {}), 84, 4, (1, 3), specials=0)
+    names = Names(build_task("depo1", {}), 84, 4, (1, 3), marks=())
     words = np.random.default_rng(0).integers(0, 2**64, (40, names.random_words), np.uint64)
     words[::2, 5:] = words[::2, 4:5]  # five names; the others come from hashes
     sizes = np.array([84, 84, 60, 3] * 10)

@@ -13,8 +13,9 @@ from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.sections import Data
 from canon_pretrain.synthetic.copying import Copy
+from canon_pretrain.synthetic.evaluation import task_of_run
 from canon_pretrain.synthetic.task import EVALUATION
-from canon_pretrain.synthetic.tasks import TASKS, TaskSection, build_task
+from canon_pretrain.synthetic.tasks import RELEASED, TASKS, TaskSection, build_task
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.data import CanonDataLoader, open_data
 from canon_pretrain.titan.dry_run import Plan, this_machine
@@ -68,8 +69,23 @@ def test_a_task_is_planned_without_files():
 
 def test_every_setting_is_a_key():
     keys = {field.name for field in dataclasses.fields(TaskSection)}
-    settings = set().union(*(build_task(name, {}).settings for name in TASKS))
+    classes = [*TASKS.values(), *RELEASED.values()]
+    settings = {field.name for cls in classes for field in dataclasses.fields(cls)}
     assert keys | {"seq_len"} == settings | {"name"}
+
+
+def test_a_released_task_has_the_ids_of_the_release():
+    """The model's vocabulary follows; runs without it have the identity that they had."""
+    options = [*DEBUG, "--data.task.name", "brevo1", "--data.task.n", "8"]
+    plain = parse_job(options)
+    released = parse_job([*options, "--data.task.release"])
+    identities = [open_data(job).identity for job in (plain, released)]
+    assert [job.model.vocab_size for job in (plain, released)] == [13, 10_000]
+    assert "data.task.release" not in identities[0]
+    assert identities[1]["data.task.release"] is identities[1]["data.task.last_query"] is True
+    assert task_of_run(identities[1] | {"training.seq_len": 64}) == released.task
+    with refused("task.setting", key="last_query", given=False):
+        open_data(parse_job([*options, "--data.task.release", "--data.task.no_last_query"]))
 
 
 @pytest.mark.parametrize("name", TASKS)
