@@ -15,7 +15,7 @@ from canon_pretrain.run.sections import Data
 from canon_pretrain.synthetic.copying import Copy
 from canon_pretrain.synthetic.evaluation import task_of_run
 from canon_pretrain.synthetic.task import EVALUATION
-from canon_pretrain.synthetic.tasks import RELEASED, TASKS, TaskSection, build_task
+from canon_pretrain.synthetic.tasks import RELEASED, TASKS, TaskSection
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.data import CanonDataLoader, open_data
 from canon_pretrain.titan.dry_run import Plan, this_machine
