@@ -15,6 +15,7 @@ dim = 32                          # an arm "rope_canon/d32"; without sizes "rope
 config = "../tiny/copy.toml"      # relative to this file, else to the working directory
 learning_rates = [5e-3]           # default: that of the config
 score = "exact"                   # default: the task's main one; "loss": the held-out loss
+#scores = ["exact", "first_4"]    # instead: several of the same runs; races go by the first
 set = { "training.steps" = 500 }  # other values of the config
 [tasks.copy.difficulties.n64]     # optional; the same as `set`
 "data.task.n" = 64
@@ -23,9 +24,13 @@ task = "copy/n64"
 better = "rope_canon"             # an arm
 worse = "rope"
 margin = 0.0                      # above 0: `better` is not worse by more than it
+score = "exact"                   # of the task's `scores`; default: the first
 [reference]                       # optional: scores of a publication, shown beside the board's
 source = "their paper, table 2"
-values = { "copy/n64" = { rope_canon = 0.99, rope = 0.41 } }
+values = { "copy/n64" = { rope_canon = 0.99, rope = 0.41 } }  # "copy/n64:first_4": of that score
+
+Each score of a cell is that of its own best learning rate, as the paper reports "the best accuracy
+across four runs" of each number that it prints (appendix A).
 """
 
 import dataclasses
@@ -65,13 +70,30 @@ class BoardTask:
     config: str
     learning_rates: list[Rate] = field(default_factory=list)
     score: str = ""
+    scores: list[Annotated[str, Field(min_length=1)]] = field(default_factory=list)
     set: Settings = field(default_factory=dict)
     difficulties: dict[str, Settings] = field(default_factory=dict)
+
+    @property
+    def all_scores(self) -> list[str]:
+        """The scores by name, "" for the task's main one; races go by the first."""
+        return self.scores or [self.score]
+
+
+def column_of(setting: str, score: str) -> str:
+    """Return the name of a score of a task/difficulty that is not its first: TASK:SCORE.
+
+    The first score has the name of the task/difficulty itself: "".
+    """
+    return f"{setting}:{score}" if score else setting
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Scores of another source by task/difficulty and arm, of which the ranks are compared."""
+    """Scores of another source by task/difficulty and arm, of which the ranks are compared.
+
+    Of a score that is not the first, by TASK/DIFFICULTY:SCORE.
+    """
 
     source: str
     values: dict[str, dict[str, Annotated[float, Field(allow_inf_nan=False)]]]
@@ -123,6 +145,11 @@ class Board:
     def task_of(self, setting: str) -> BoardTask:
         return self.tasks[setting.partition("/")[0]]
 
+    def columns_of(self, setting: str) -> list[str]:
+        """Return the names of the scores of a task/difficulty, the first one its own."""
+        _, *others = self.task_of(setting).all_scores
+        return [setting, *(column_of(setting, score) for score in others)]
+
 
 def _variants(name: str, values: Settings, changes: dict[str, Settings]) -> dict[str, Settings]:
     """Return the values with each change, by NAME/CHANGE; without changes by NAME."""
@@ -150,6 +177,13 @@ def read_board(path: Path) -> Board:
 
     _check(board, path)
 
+    # A claim on the first score names none.
+    claims = []
+    for claim in board.claims:
+        if claim.score == board.task_of(claim.task).all_scores[0]:
+            claim = dataclasses.replace(claim, score="")
+        claims.append(claim)
+
     # Paths of configs are relative to BOARD.toml, else to the working directory.
     tasks = {}
     for name, task in board.tasks.items():
@@ -162,7 +196,7 @@ def read_board(path: Path) -> Board:
     architectures = {
         name: _with_mixer_paths(model, path.parent) for name, model in board.architectures.items()
     }
-    return dataclasses.replace(board, tasks=tasks, architectures=architectures)
+    return dataclasses.replace(board, tasks=tasks, architectures=architectures, claims=claims)
 
 
 def _with_mixer_paths(value: Any, folder: Path) -> Any:
@@ -228,6 +262,13 @@ def _check(board: Board, path: Path) -> None:
     _check_once("seeds", board.seeds, path)
     for name, task in board.tasks.items():
         _check_once(f"tasks.{name}.learning_rates", task.learning_rates, path)
+        _check_once(f"tasks.{name}.scores", task.scores, path)
+        if task.score and task.scores:
+            raise UserError(
+                "board.repeated",
+                f"{path}: tasks.{name} sets score and scores: set one of them",
+                key=f"tasks.{name}.score",
+            )
 
     # Keys of [model] exist, and none is set that the board sets for each run.
     own_keys = {*SEED_KEYS["both"], FOLDER_KEY}
@@ -264,19 +305,27 @@ def _check(board: Board, path: Path) -> None:
         _check_name(claim.better, board.arms, path)
         other_arms = [arm for arm in board.arms if arm != claim.better]
         _check_name(claim.worse, other_arms, path)
+        if claim.score and claim.score not in board.task_of(claim.task).all_scores:
+            raise UserError(
+                "board.claim",
+                f"{path}: a claim on {claim.task} names the score {claim.score!r}: list it in the "
+                "task's `scores`",
+                given=claim.score,
+            )
     if board.reference:
-        for setting, scores in board.reference.values.items():
-            _check_name(setting, board.settings, path)
+        columns = [column for setting in board.settings for column in board.columns_of(setting)]
+        for column, scores in board.reference.values.items():
+            _check_name(column, columns, path)
             for arm in scores:
                 _check_name(arm, board.arms, path)
 
 
-def _check_once(key: str, numbers: Collection[float], path: Path) -> None:
-    """Raise UserError if a list has a number twice."""
-    if len({*numbers}) < len(numbers):
+def _check_once(key: str, values: Collection[float | str], path: Path) -> None:
+    """Raise UserError if a list has a value twice."""
+    if len({*values}) < len(values):
         raise UserError(
             "board.repeated",
-            f"{path}: {key} = {numbers}: list each once",
+            f"{path}: {key} = {values}: list each once",
             key=key,
         )
 

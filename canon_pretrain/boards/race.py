@@ -201,6 +201,9 @@ class Race:
     def _needs(self, architecture: str) -> bool:
         """Return whether a claim on this architecture is open: neither confirmed nor refuted."""
         for claim in self.claims:
+            # Of other scores than that of the race, orders say nothing.
+            if claim.score and architecture in (claim.worse, claim.better):
+                return True
             is_confirmed = (claim.worse, claim.better) in self.decided
             # A claim with a margin may hold although `better` is worse.
             is_refuted = not claim.margin and (claim.better, claim.worse) in self.decided
@@ -351,7 +354,8 @@ class BoardRace:
                     continue
                 with suppress(UserError, OSError, KeyError, TypeError, ValueError):  # no score
                     record = RunRecord(self.folder / name)
-                    metric = metric or Metric.of(record, entry.score)
+                    is_last_step = stage.step == record.identity["training.steps"]
+                    metric = metric or Metric.of(record, entry.score, is_last_step=is_last_step)
                     curve = score_curve(record, metric.name)
                     scores[arm][seed_index] = curve[stage.step]
 

@@ -8,9 +8,13 @@ from pydantic import Field
 
 @dataclass(frozen=True)
 class Claim:
-    """A planned one-sided test: `better` beats `worse`, or is at most `margin` worse if set."""
+    """A planned one-sided test: `better` beats `worse`, or is at most `margin` worse if set.
+
+    `score`: one of the task's scores, "" for its first.
+    """
 
     task: str
     better: str
     worse: str
     margin: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    score: str = ""
