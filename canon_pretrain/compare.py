@@ -457,8 +457,11 @@ def board_values(
         tasks[task.name] = {
             "config": str(CONFIGS / task.config),
             "learning_rates": list(learning_rates),
+            "score": "exact",
             "set": task.set
             | {
+                # so many are enough for these verdicts, and more would take minutes in all
+                "validation.last_windows": task.set["validation.windows"],
                 "training.seq_len": SEQ_LEN,
                 "training.steps": num_steps,
                 "training.global_batch_size": BATCH,

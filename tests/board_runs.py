@@ -31,14 +31,18 @@ CANON = '[architectures.rope_canon]\ncanon_set = "ABCD"\n'
 NOPE = '[architectures.nope]\ncanon_set = ""\nposition = "nope"\n'
 BOARD = HEAD + ROPE + CANON + NOPE
 VOCABULARY = 70  # of the task
+SCORE_STDERR = 0.06  # of each score that has a name
 
 
 def plant_board(
-    folder: Path, scores: Callable[[PlannedRun], Mapping[int, float] | None], text: str = BOARD
+    folder: Path,
+    scores: Callable[[PlannedRun], Mapping[int, float | Mapping[str, float]] | None],
+    text: str = BOARD,
 ) -> Path:
     """Plan a board in `folder`, plant DONE runs with those scores by step; return BOARD.toml.
 
-    A run with None is not trained; NaN is a validation of a model that has diverged.
+    A run with None is not trained; NaN is a validation of a model that has diverged. A number is
+    the score `exact`; several scores are by name.
     """
     path = folder / "board.toml"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,7 +56,10 @@ def plant_board(
 
 
 def plant_score_run(
-    folder: Path, run: PlannedRun, config: Mapping[str, Any], scores: Mapping[int, float]
+    folder: Path,
+    run: PlannedRun,
+    config: Mapping[str, Any],
+    scores: Mapping[int, float | Mapping[str, float]],
 ) -> None:
     identity = planned_identity(dict(config)) | {"model.vocab_size": VOCABULARY}
     identity |= {"held_out_fingerprint": "0f" * 32, "model.init_seed": run.seed}
@@ -61,13 +68,17 @@ def plant_score_run(
     events = [launch("start", 1, canon_pretrain="0.1.0", git_commit="5b" * 20, hosts=["laptop"])]
     about = f"{config['data']}{config['training']['seq_len']}{run.seed}".encode()
     first, logged = int(hashlib.sha256(about).hexdigest()[:15], 16), 0
-    for at, score in scores.items():
+    for at, value in scores.items():
+        named = value if isinstance(value, Mapping) else {"exact": value, "first_1": 1.0}
+        score = next(iter(named.values()))
         digests = [f"{first + number:016x}" for number in range(logged + 1, at + 1)]
         logged, loss = at, "NaN" if math.isnan(score) else 3.0 - score
         events.append(step(at, loss) | {"data_digests": digests})
         event = {"event": "validation", "step": at, "loss": loss}
         if not math.isnan(score):  # of a model that has diverged there are none
-            event["scores"] = {"exact": score, "first_1": 1.0}
+            event["scores"] = dict(named)
+            if isinstance(value, Mapping):  # else as in logs of earlier versions
+                event["score_stderrs"] = dict.fromkeys(named, SCORE_STDERR)
         events.append(event | {"time": events[-1]["time"]})
     plant_run(folder, events, done=True, **{k.replace(".", "__"): x for k, x in identity.items()})
 

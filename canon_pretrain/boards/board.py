@@ -21,6 +21,7 @@ config = "../tiny/copy.toml"      # relative to this file, else to the working d
 learning_rates = [5e-3]           # default: that of the config
 rates = { moe = [1e-2] }          # optional: as [rates], for this task
 score = "exact"                   # default: the task's main one; "loss": the held-out loss
+#scores = ["exact", "first_4"]    # instead: several of the same runs; races go by the first
 set = { "training.steps" = 500 }  # other values of the config
 seeds = [0, 1]                    # optional: others than those of the board
 [tasks.copy.difficulties.n64]     # optional; the same as `set`, also another `config`
@@ -34,9 +35,13 @@ margin = 0.0                      # above 0: `better` is not worse by more than 
 task = "copy"                     # architectures; or tasks = ["copy", "mano"]
 better = "rope_canon"
 worse = "rope"
+score = "exact"                   # of the tasks' `scores`; default: the first
 [reference]                       # optional: scores of a publication, shown beside the board's
 source = "their paper, table 2"
-values = { "copy/n64" = { rope_canon = 0.99, rope = 0.41 } }
+values = { "copy/n64" = { rope_canon = 0.99, rope = 0.41 } }  # "copy/n64:first_4": of that score
+
+Each score of a cell is that of its own best learning rate, as the paper reports "the best accuracy
+across four runs" of each number that it prints (appendix A).
 
 A board may come in several sizes, and take its tables from other files by `extends`:
 
@@ -99,14 +104,31 @@ class BoardTask:
     learning_rates: list[Rate] = field(default_factory=list)
     rates: dict[str, list[Rate]] = field(default_factory=dict)
     score: str = ""
+    scores: list[Annotated[str, Field(min_length=1)]] = field(default_factory=list)
     set: Settings = field(default_factory=dict)
     difficulties: dict[str, Settings] = field(default_factory=dict)
     seeds: list[Seed] = field(default_factory=list)
 
+    @property
+    def all_scores(self) -> list[str]:
+        """The scores by name, "" for the task's main one; races go by the first."""
+        return self.scores or [self.score]
+
+
+def column_of(setting: str, score: str) -> str:
+    """Return the name of a score of a task/difficulty that is not its first: TASK:SCORE.
+
+    The first score has the name of the task/difficulty itself: "".
+    """
+    return f"{setting}:{score}" if score else setting
+
 
 @dataclass(frozen=True)
 class Reference:
-    """Scores of another source by task/difficulty and arm, of which the ranks are compared."""
+    """Scores of another source by task/difficulty and arm, of which the ranks are compared.
+
+    Of a score that is not the first, by TASK/DIFFICULTY:SCORE.
+    """
 
     source: str
     values: dict[str, dict[str, Annotated[float, Field(allow_inf_nan=False)]]]
@@ -216,6 +238,11 @@ class Board:
             sizes[key] = filled.get(key, sizes[key])
         return sizes
 
+    def columns_of(self, setting: str) -> list[str]:
+        """Return the names of the scores of a task/difficulty, the first one its own."""
+        _, *others = self.task_of(setting).all_scores
+        return [setting, *(column_of(setting, score) for score in others)]
+
 
 def _variants(name: str, values: Settings, changes: dict[str, Settings]) -> dict[str, Settings]:
     """Return the values with each change, by NAME/CHANGE; without changes by NAME."""
@@ -277,6 +304,14 @@ def read_board(path: Path, tier: str = "") -> Board:
 
     _check(board, path)
 
+    # A claim on the first score names none.
+    claims = []
+    for claim in board.claims:
+        first_scores = {board.task_of(name).all_scores[0] for name in claim.tasks or [claim.task]}
+        if first_scores == {claim.score}:
+            claim = dataclasses.replace(claim, score="")
+        claims.append(claim)
+
     # Paths of configs are relative to BOARD.toml, else to the working directory.
     def absolute(config: str) -> str:
         beside = path.parent / config
@@ -297,7 +332,7 @@ def read_board(path: Path, tier: str = "") -> Board:
     architectures = {
         name: _with_mixer_paths(model, path.parent) for name, model in board.architectures.items()
     }
-    return dataclasses.replace(board, tasks=tasks, architectures=architectures)
+    return dataclasses.replace(board, tasks=tasks, architectures=architectures, claims=claims)
 
 
 def _at_tier(values: Settings, tier: str, path: Path) -> Settings:
@@ -405,6 +440,13 @@ def _check(board: Board, path: Path) -> None:
         _check_once(f"tasks.{name}.learning_rates", task.learning_rates, path)
         _check_once(f"tasks.{name}.seeds", task.seeds, path)
         _check_rates(f"tasks.{name}.rates", task.rates, board, path)
+        _check_once(f"tasks.{name}.scores", task.scores, path)
+        if task.score and task.scores:
+            raise UserError(
+                "board.repeated",
+                f"{path}: tasks.{name} sets score and scores: set one of them",
+                key=f"tasks.{name}.score",
+            )
 
     # Keys of [model] exist, and none is set that the board sets for each run.
     own_keys = {*SEED_KEYS["both"], FOLDER_KEY}
@@ -463,9 +505,18 @@ def _check(board: Board, path: Path) -> None:
                 "architectures, at all of their sizes, or two of ARCHITECTURE/SIZE",
                 given=claim.worse,
             )
+        for name in claim.tasks or [claim.task]:
+            if claim.score and claim.score not in board.task_of(name).all_scores:
+                raise UserError(
+                    "board.claim",
+                    f"{path}: a claim on {name} names the score {claim.score!r}: list it in the "
+                    "task's `scores`",
+                    given=claim.score,
+                )
     if board.reference:
-        for setting, scores in board.reference.values.items():
-            _check_name(setting, board.settings, path)
+        columns = [column for setting in board.settings for column in board.columns_of(setting)]
+        for column, scores in board.reference.values.items():
+            _check_name(column, columns, path)
             for arm in scores:
                 _check_name(arm, board.arms, path)
 

@@ -32,7 +32,7 @@ from canon_pretrain.boards.plan import (
 )
 from canon_pretrain.boards.price import board_price, price_lines
 from canon_pretrain.boards.stops import RACE, read_race
-from canon_pretrain.cluster.planned import num_steps, planned_values
+from canon_pretrain.cluster.planned import Promises, num_steps, planned_values
 from canon_pretrain.cluster.sweep import (
     Row,
     Sweep,
@@ -216,7 +216,7 @@ def race_entries(board: Board, sweep: Sweep) -> "list[Entry]":
             claims=cell_claims,
             kept=grid_arms,
         )
-        score = board.task_of(setting).score
+        score = sweep.promises.get(configs[setting], Promises()).score
         entries.append(Entry(race, runs_by_arm, size, score))
     return entries
 
@@ -294,10 +294,20 @@ def read_board_plan(folder: Path, title: str) -> "BoardPlan":
     # A run's planned.json has the claims under which it started: they must be those that the page
     # will show. A run without one is taken to have started under these.
     promises = {}
+    first_scores = {}
     for run in sweep.runs:
         setting, _ = board.place_of(run.config)
-        promises[run.config] = promised_by(board, setting)
+        main_score = sweep.promises.get(run.config, Promises()).score
+        promises[run.config] = promised_by(board, setting, main_score)
+        first_scores[setting] = promises[run.config].score
     check_promises(dataclasses.replace(sweep, promises=promises), folder, old=promises)
+
+    # The scores of each task/difficulty by column.
+    columns: dict[str, str] = {}
+    for setting in board.settings:
+        _, *other_scores = board.task_of(setting).all_scores
+        scores = [first_scores.get(setting, ""), *other_scores]
+        columns |= dict(zip(board.columns_of(setting), scores, strict=True))
 
     failures = read_failures(folder)
     runs = []
@@ -322,7 +332,7 @@ def read_board_plan(folder: Path, title: str) -> "BoardPlan":
         folder,
         title,
         arms=[*board.arms],
-        tasks={setting: board.task_of(setting).score for setting in board.settings},
+        tasks=columns,
         runs=runs,
         claims=board.claims,
         race=read_race(folder),

@@ -1,19 +1,22 @@
 """The content of a board's page: scores by arm and task, what is decided, and how it was measured.
 
 The score of a cell is that of its seeds at the last step, at the learning rate of the best mean.
+A task may have several scores of the same runs, each with its own best learning rate: wherever rows
+name a task, TASK is its first score and TASK:SCORE another one.
 `board_content` returns it as dataclasses, which are report.json field by field. No torch.
 """
 
 import math
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from itertools import pairwise
 from typing import Any
 
-from canon_pretrain.boards.board import Reference
+from canon_pretrain.boards.board import Reference, column_of
 from canon_pretrain.boards.claims import claim_cells, size_of
 from canon_pretrain.boards.grids import GridTest, check_grid, missing_runs
 from canon_pretrain.boards.results import (
@@ -26,7 +29,10 @@ from canon_pretrain.boards.results import (
     ShownRate,
     choose,
     finite_scores,
+    part_names,
     read_results,
+    score_curve,
+    task_of_column,
 )
 from canon_pretrain.boards.stops import Stop
 from canon_pretrain.core.errors import UserError
@@ -79,16 +85,25 @@ class ArmRow:
 
 @dataclass(frozen=True)
 class TaskRow:
+    """A score of a task: `task` is TASK or TASK:SCORE, `name` the score's.
+
+    `items`: the questions behind a score of one run, None if it is no share of right answers;
+    `effective_items`: as many independent ones would have its standard error, in which questions of
+    a window are not independent.
+    """
+
     task: str
     name: str
     lower_is_better: bool
     items: int | None
+    effective_items: int | None
 
 
 @dataclass(frozen=True)
 class SeedRow:
     seed: int
     score: float | None
+    stderr: float | None
     state: str
 
 
@@ -176,9 +191,23 @@ class ReferenceRow:
 
 
 @dataclass(frozen=True)
+class ReferenceFigure:
+    """How the order of all cells of a task, at all sizes and difficulties, correlates.
+
+    `position`: of the score among those of the task, 0 for the first.
+    """
+
+    task: str
+    position: int
+    num_compared: int
+    rank_correlation: float | None
+
+
+@dataclass(frozen=True)
 class ReferenceRows:
     source: str
     tasks: list[ReferenceRow]
+    figures: list[ReferenceFigure]
 
 
 @dataclass(frozen=True)
@@ -208,6 +237,16 @@ class CurveRow:
 class CurveRows:
     task: str
     size: str
+    lines: list[CurveRow]
+
+
+@dataclass(frozen=True)
+class PartRows:
+    """The curves of a part of the questions, such as those of k = 4: `name` is their score."""
+
+    task: str
+    size: str
+    name: str
     lines: list[CurveRow]
 
 
@@ -292,6 +331,7 @@ class BoardContent:
     reference: ReferenceRows | None
     rankings: list[RankingRow]
     curves: list[CurveRows]
+    parts: list[PartRows]
     models: list[ModelRow]
     data: list[DataRow]
     stops: list[Stop]
@@ -303,10 +343,13 @@ def board_content(plan: BoardPlan, now: datetime) -> BoardContent:
     results, metrics = read_results(plan, now)
     lower = {task for task, metric in metrics.items() if metric.lower_is_better}
 
+    # Each run by its first score; the others are of the same runs.
+    runs = [result for result in results if result.column == result.run.task]
+
     # The learning rate of each cell.
     by_place: dict[Place, list[Result]] = {}
     for result in results:
-        by_place.setdefault((result.run.task, result.run.arm), []).append(result)
+        by_place.setdefault((result.column, result.run.arm), []).append(result)
     chosen = {
         (task, arm): choose(by_place[task, arm], task in lower)
         for task in plan.tasks
@@ -317,7 +360,8 @@ def board_content(plan: BoardPlan, now: datetime) -> BoardContent:
     scores = {}
     for place, choice in chosen.items():
         scores[place] = finite_scores(result.tested_score for result in choice.shown)
-    cells = _measure(plan, scores, chosen, metrics)
+    items = {column: _effective_items(column, metrics[column], results) for column in metrics}
+    cells = _measure(plan, scores, chosen, metrics, items)
     final = _final(cells, chosen)
     pairs = _differences(plan, final, lower)
 
@@ -326,7 +370,10 @@ def board_content(plan: BoardPlan, now: datetime) -> BoardContent:
     for (task, arm), choice in chosen.items():
         cell = cells.get(task, {}).get(arm)
         num_learned = learned.get((task, arm))
-        rows.append(_cell(task, arm, choice, cell, pairs, num_learned))
+        row = _cell(task, arm, choice, cell, pairs, num_learned)
+        if _is_level(row, metrics[task]):  # then the grid shows no direction
+            row = replace(row, edge=None)
+        rows.append(row)
 
     return BoardContent(
         version=VERSION,
@@ -335,19 +382,20 @@ def board_content(plan: BoardPlan, now: datetime) -> BoardContent:
         share=plan.race.share,
         written=now.isoformat(timespec="seconds"),
         arms=_best_first(plan.arms, rows, lower),
-        tasks=[TaskRow(task, *metric) for task, metric in metrics.items()],
+        tasks=[TaskRow(task, *metric, items[task]) for task, metric in metrics.items()],
         seeds=sorted({run.seed for run in plan.runs}),
         cells=rows,
         claims=_claims(plan, final, chosen, metrics),
         differences=pairs,
-        reference=_reference(plan.reference, final, lower) if plan.reference else None,
+        reference=_reference(plan, plan.reference, final, lower) if plan.reference else None,
         rankings=_rankings(final, lower),
         curves=_curves(plan, chosen),
+        parts=_parts(plan, chosen),
         models=[_model(plan, arm, by_place) for arm in plan.arms],
-        data=_data(results),
+        data=_data(runs),
         stops=plan.race.stops,
-        runs=[_run(result) for result in results],
-        facts=_facts(results),
+        runs=[_run(result) for result in runs],
+        facts=_facts(runs),
     )
 
 
@@ -359,21 +407,63 @@ def _measure(
     scores: Mapping[Place, list[float]],
     chosen: Mapping[Place, ShownRate],
     metrics: Mapping[str, Metric],
+    items: Mapping[str, int | None],
 ) -> Cells:
     """Return the cells of the runs that have scores."""
-    if not any(scores.values()):
-        return {}
-    scores_by_arm: dict[str, dict[str, list[float]]] = {arm: {} for arm in plan.arms}
-    for (task, arm), seed_scores in scores.items():
-        if seed_scores:
-            scores_by_arm[arm][task] = seed_scores
+    # The first scores of all tasks are measured together, then the second ones, and so on: two
+    # scores of the same runs are no two tasks from which to learn how much runs vary.
+    layers: dict[int, list[str]] = {}
+    for column, position in _positions(metrics).items():
+        layers.setdefault(position, []).append(column)
 
-    return measure(
-        scores_by_arm,
-        items={task: metric.items or UNBOUNDED for task, metric in metrics.items()},
-        choices={(arm, task): choice.optimum.choices for (task, arm), choice in chosen.items()},
-        lower_is_better=[task for task, metric in metrics.items() if metric.lower_is_better],
-    )
+    cells: Cells = {}
+    for columns in layers.values():
+        scores_by_arm: dict[str, dict[str, list[float]]] = {arm: {} for arm in plan.arms}
+        for (column, arm), seed_scores in scores.items():
+            if seed_scores and column in columns:
+                scores_by_arm[arm][column] = seed_scores
+        if not any(scores_by_arm.values()):
+            continue
+        cells |= measure(
+            scores_by_arm,
+            items={column: items[column] or UNBOUNDED for column in columns},
+            choices={(arm, task): choice.optimum.choices for (task, arm), choice in chosen.items()},
+            lower_is_better=[column for column in columns if metrics[column].lower_is_better],
+        )
+    return cells
+
+
+def _positions(columns: Iterable[str]) -> dict[str, int]:
+    """Return the position of each column among the scores of its task/difficulty, from 0."""
+    positions = {}
+    num_scores: Counter[str] = Counter()
+    for column in columns:
+        task = task_of_column(column)
+        positions[column] = num_scores[task]
+        num_scores[task] += 1
+    return positions
+
+
+def _effective_items(column: str, metric: Metric, results: Sequence[Result]) -> int | None:
+    """Return how many independent questions a score of one run is worth.
+
+    Questions of a window share its graph or its text. The design effect is the variance over
+    windows, of which runs log the standard error, over that of independent questions (Kish 1965);
+    it is at least 1, and 1 for runs of earlier versions, which log none.
+    """
+    if metric.items is None:
+        return None
+    over_windows = 0.0
+    over_questions = 0.0
+    for result in results:
+        if result.column != column or result.stderr is None or not result.has_score:
+            continue
+        assert result.score is not None
+        over_windows += result.stderr**2
+        over_questions += result.score * (1 - result.score) / metric.items
+    if over_windows <= over_questions or over_questions <= 0:
+        return metric.items
+    return max(1, round(metric.items * over_questions / over_windows))
 
 
 def _final(cells: Cells, chosen: Mapping[Place, ShownRate]) -> Cells:
@@ -457,10 +547,15 @@ def _claims(
     metrics: Mapping[str, Metric],
 ) -> list[ClaimRow]:
     """Test the claims on final scores, or take them from the race that decided them."""
+    settings = [*dict.fromkeys(map(task_of_column, plan.tasks))]
     rows = []
     for claim in plan.claims:
-        cells = claim_cells(claim, plan.tasks, plan.arms)
-        row = ClaimRow(claim.place, claim.better, claim.worse, claim.margin, cells=len(cells))
+        cells = [
+            cell._replace(task=_column(plan, cell.task, claim.score))
+            for cell in claim_cells(claim, settings, plan.arms)
+        ]
+        place = column_of(claim.place, claim.score)
+        row = ClaimRow(place, claim.better, claim.worse, claim.margin, cells=len(cells))
         if len(cells) > 1:
             row = _grid_row(row, check_grid(claim, cells, chosen, metrics))
         else:
@@ -478,6 +573,11 @@ def _claims(
             row = replace(row, p_holm=p_holm, verdict=verdict)
         corrected.append(row)
     return corrected
+
+
+def _column(plan: BoardPlan, setting: str, score: str) -> str:
+    """Return the column of a claim's score, which may be the first one of this task."""
+    return setting if plan.tasks[setting] == score else column_of(setting, score)
 
 
 def _grid_row(row: ClaimRow, test: GridTest) -> ClaimRow:
@@ -529,7 +629,9 @@ def _cell_claim_row(
     return row
 
 
-def _reference(reference: Reference, final: Cells, lower: Collection[str]) -> ReferenceRows:
+def _reference(
+    plan: BoardPlan, reference: Reference, final: Cells, lower: Collection[str]
+) -> ReferenceRows:
     """Return the reference's values and ranks, and how the order of the means correlates."""
     rows = []
     for task, values in reference.values.items():
@@ -548,7 +650,34 @@ def _reference(reference: Reference, final: Cells, lower: Collection[str]) -> Re
                 rank_correlation=rank_correlation(cells, values),
             )
         )
-    return ReferenceRows(reference.source, rows)
+    return ReferenceRows(reference.source, rows, _reference_figures(plan, reference, final))
+
+
+def _reference_figures(
+    plan: BoardPlan, reference: Reference, final: Cells
+) -> list[ReferenceFigure]:
+    """Return the correlation over all cells of each score of a task."""
+    cells: dict[tuple[str, int], dict[str, Cell]] = {}
+    values: dict[tuple[str, int], dict[str, float]] = {}
+    for column, position in _positions(plan.tasks).items():
+        figure = task_of_column(column).partition("/")[0], position
+        for arm, cell in final.get(column, {}).items():
+            cells.setdefault(figure, {})[f"{column} {arm}"] = cell
+        for arm, value in reference.values.get(column, {}).items():
+            values.setdefault(figure, {})[f"{column} {arm}"] = value
+
+    figures = []
+    for (task, position), figure_values in values.items():
+        figure_cells = cells.get((task, position), {})
+        figures.append(
+            ReferenceFigure(
+                task,
+                position,
+                num_compared=len(figure_values.keys() & figure_cells.keys()),
+                rank_correlation=rank_correlation(figure_cells, figure_values),
+            )
+        )
+    return figures
 
 
 def _cell(
@@ -591,7 +720,7 @@ def _cell(
         level_rates=choice.optimum.level,
         rates=choice.rates,
         complete=choice.complete,
-        seeds=[SeedRow(r.run.seed, r.score, r.state) for r in choice.shown],
+        seeds=[SeedRow(r.run.seed, r.score, r.stderr, r.state) for r in choice.shown],
         num_without_score=sum(
             r.is_over and r.state != RACED and r.tested_score is None for r in choice.shown
         ),
@@ -605,6 +734,16 @@ def _cell(
         below=below,
         verdict=verdict,
     )
+
+
+def _is_level(row: CellRow, metric: Metric) -> bool:
+    """Return whether all learning rates of a grid have the same mean; of shares, to 3 decimals."""
+    means = [scores.mean for scores in row.rates]
+    if len(means) == 1 or None in means:
+        return False
+    if metric.items is not None:
+        return len({f"{mean:.3f}" for mean in means}) == 1
+    return len({*means}) == 1
 
 
 def _learned(
@@ -640,10 +779,11 @@ def _best_first(
 ) -> list[ArmRow]:
     """Return the arms, sizes in the board's order, by the mean rank over tasks at that size."""
     # Sort keys by task and size; arms that a race stopped are behind the others.
+    # A task counts once, by its first score.
     groups: dict[Place, dict[str, tuple[bool, float]]] = {}
     for row in rows:
         score = row.shown_score
-        if score is not None:
+        if score is not None and row.task == task_of_column(row.task):
             if row.task not in lower:
                 score = -score
             group = groups.setdefault((row.task, size_of(row.arm)), {})
@@ -692,22 +832,9 @@ def _curves(plan: BoardPlan, chosen: Mapping[Place, ShownRate]) -> list[CurveRow
     for task in plan.tasks:
         lines: dict[str, list[CurveRow]] = {size_of(arm): [] for arm in plan.arms}
         for arm in plan.arms:
-            shown = chosen[task, arm].shown
-            curves = [Curve.of(result.curve.items()) for result in shown if result.curve]
-            num_seeds = len(curves)
-            if num_seeds == 1:  # a band needs two curves
-                curves *= 2
-
-            band = Band.of(curves, MAX_POINTS)
-            if band is not None:
-                line = CurveRow(
-                    arm,
-                    n=num_seeds,
-                    steps=rounded(band.steps),
-                    values=rounded(band.mean),
-                    low=rounded(band.low),
-                    high=rounded(band.high),
-                )
+            curves = [result.curve for result in chosen[task, arm].shown]
+            line = _curve_row(arm, curves)
+            if line is not None:
                 lines[size_of(arm)].append(line)
         for size, group in lines.items():
             if group:
@@ -715,9 +842,56 @@ def _curves(plan: BoardPlan, chosen: Mapping[Place, ShownRate]) -> list[CurveRow
     return plots
 
 
+def _curve_row(arm: str, scores_by_step: Iterable[Mapping[int, float]]) -> CurveRow | None:
+    """Return the mean and the range of the curves of an arm's seeds; None without a point."""
+    curves = [Curve.of(curve.items()) for curve in scores_by_step if curve]
+    num_seeds = len(curves)
+    if num_seeds == 1:  # a band needs two curves
+        curves *= 2
+
+    band = Band.of(curves, MAX_POINTS)
+    if band is None:
+        return None
+    return CurveRow(
+        arm,
+        n=num_seeds,
+        steps=rounded(band.steps),
+        values=rounded(band.mean),
+        low=rounded(band.low),
+        high=rounded(band.high),
+    )
+
+
+def _parts(plan: BoardPlan, chosen: Mapping[Place, ShownRate]) -> list[PartRows]:
+    """Return the curves by k, depth or length of each task and size, at the rate of its score."""
+    plots = []
+    for task in dict.fromkeys(map(task_of_column, plan.tasks)):
+        shown = {arm: chosen[task, arm].shown for arm in plan.arms}
+        records = [result.record for results in shown.values() for result in results]
+        started = [record for record in records if record is not None]
+        names = part_names(started[0]) if started else []
+        for size in dict.fromkeys(map(size_of, plan.arms)):
+            for name in names:
+                lines = []
+                for arm, results in shown.items():
+                    if size_of(arm) != size:
+                        continue
+                    curves = [
+                        score_curve(result.record, name)
+                        for result in results
+                        if result.record is not None
+                    ]
+                    line = _curve_row(arm, curves)
+                    if line is not None:
+                        lines.append(line)
+                if lines:
+                    plots.append(PartRows(task, size, name, lines))
+    return plots
+
+
 def _model(plan: BoardPlan, arm: str, by_place: Mapping[Place, Sequence[Result]]) -> ModelRow:
     tasks = {}
-    for task in plan.tasks:
+    for task in dict.fromkeys(map(task_of_column, plan.tasks)):
         # All runs of a cell have the same model: the first that has started tells it.
         records = [result.record for result in by_place[task, arm] if result.record]
         args = records[0].model_args if records else None

@@ -6,13 +6,14 @@ that holds a run of another plan, or an earlier one, has failed: it is neither t
 
 import itertools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from canon_pretrain.boards.board import BOARD, Board, Settings
 from canon_pretrain.cluster.planned import (
+    OLDER_DEFAULTS,
     Promises,
     has_started,
     nested,
@@ -45,7 +46,10 @@ from canon_pretrain.synthetic.tasks import build_task
 
 CONFIGS = "configs"
 MARK = "# Written by `playground plan`: change BOARD.toml instead.\n"
-WINDOWS = 128  # of a synthetic task that score a run; a trainer's 16 have few questions
+# Windows of a synthetic task that score a run, and its last step: a trainer's 16 are too few.
+WINDOWS = 128
+LAST_WINDOWS = 200
+OLDER_WINDOWS = ((WINDOWS, None), (None, None))  # of earlier versions
 
 
 @dataclass(frozen=True)
@@ -87,9 +91,13 @@ def plan_board(board: Board, folder: Path, *, extend: bool = False) -> tuple[Swe
         setting, _ = board.place_of(str(config.path))
         values = config.values
         check_planned(config.path, values)
-        _check_score(board.task_of(setting).score, config.path, values)
+        names = score_names(config.path, values)
+        for score in board.task_of(setting).all_scores:
+            _check_score(score, names, config.path)
         hashes[str(config.path)] = values_hash(values)
-        promises[str(config.path)] = promised_by(board, setting)
+        # The default of a text is not named, as in plans of earlier versions.
+        main_score = names[0] if len(names) > 1 else ""
+        promises[str(config.path)] = promised_by(board, setting, main_score)
 
     # Read what the folder has; if it was moved, correct its paths, by which plans are compared.
     old_sweep = read_sweep(folder) if (folder / PLAN).exists() else None
@@ -144,7 +152,7 @@ def board_values(board: Board) -> dict[tuple[str, str], Settings]:
     values = {}
     for setting, arm in board.places.values():
         base_values = bases[board.config_of(setting)]
-        changes = _changes(board, setting, arm, base_values, WINDOWS)
+        changes = _changes(board, setting, arm, base_values, WINDOWS, LAST_WINDOWS)
         values[setting, arm] = merge(base_values, changes)
     return values
 
@@ -171,13 +179,16 @@ def _path(folder: Path, stem: str) -> Path:
 
 
 def _configs(board: Board, folder: Path) -> list[Config]:
-    """Return the configs; without WINDOWS if an earlier version, which had none, wrote them."""
+    """Return the configs; with the windows of an earlier version if that wrote them."""
     bases = _read_bases(board)
-    configs = [_config(board, bases, folder, stem, WINDOWS) for stem in board.places]
-    older_configs = [_config(board, bases, folder, stem, None) for stem in board.places]
-    for config, older in zip(configs, older_configs, strict=True):
-        if older.is_written and not config.is_written:
-            return older_configs
+    configs = [_config(board, bases, folder, stem, WINDOWS, LAST_WINDOWS) for stem in board.places]
+    for windows, last_windows in OLDER_WINDOWS:
+        older_configs = [
+            _config(board, bases, folder, stem, windows, last_windows) for stem in board.places
+        ]
+        for config, older in zip(configs, older_configs, strict=True):
+            if older.is_written and not config.is_written:
+                return older_configs
     return configs
 
 
@@ -193,20 +204,26 @@ def _config(
     folder: Path,
     stem: str,
     windows: int | None,
+    last_windows: int | None,
 ) -> Config:
     """Return the config of the arm and the task/difficulty that `stem`, a file's name, is of.
 
     `windows`: that a synthetic task is validated on, unless the board or the config sets their
-    number; held-out text has as many as it has.
+    number; `last_windows`: at least as many at the last step. Held-out text has as many as it has.
     """
     setting, arm = board.places[stem]
     base = board.config_of(setting)
-    changes = _changes(board, setting, arm, bases[base], windows)
+    changes = _changes(board, setting, arm, bases[base], windows, last_windows)
     return Config(_path(folder, stem), base, bases[base], changes)
 
 
 def _changes(
-    board: Board, setting: str, arm: str, base_values: Settings, windows: int | None
+    board: Board,
+    setting: str,
+    arm: str,
+    base_values: Settings,
+    windows: int | None,
+    last_windows: int | None,
 ) -> Settings:
     """Return what an arm at a task/difficulty changes in the values of the task's config."""
     # The task's values, then those of [model]: architecture and size, which its mixer completes.
@@ -216,9 +233,14 @@ def _changes(
         dotted[f"model.{key}"] = value
 
     is_synthetic = "task" in base_values.get("data", {})
-    has_windows = "windows" in base_values.get("validation", {})
-    if windows and is_synthetic and not has_windows:
+    base_windows = base_values.get("validation", {})
+    if windows and is_synthetic and "windows" not in base_windows:
         dotted.setdefault("validation.windows", windows)
+    shown_windows = dotted.get("validation.windows", base_windows.get("windows"))
+    if last_windows and is_synthetic and "last_windows" not in base_windows:
+        is_fewer = not isinstance(shown_windows, int) or shown_windows < last_windows
+        if is_fewer:
+            dotted.setdefault("validation.last_windows", last_windows)
 
     changes: Settings = {}
     for key, value in dotted.items():
@@ -229,23 +251,28 @@ def _changes(
 # -- checks
 
 
-def _check_score(score: str, config: Path, values: Settings) -> None:
-    """Raise UserError if a config's data is bad, or its task has no such score."""
+def score_names(config: Path, values: Settings) -> list[str]:
+    """Return the scores of a config's task, the main one first. Raises UserError for bad data."""
     data = dict(values.get("data", {}))
     task = build(Data, data, str(config), "data.").task
-    scores = ["loss"]
-    if task.name:
-        # A task checks its settings, for which it needs the length of the sequences.
-        settings = dict(task.settings)
-        training = values.get("training", {})
-        if "seq_len" in training:
-            settings["seq_len"] = training["seq_len"]
-        scores = [*metrics(build_task(task.name, settings)), "loss"]
-    if score and score not in scores:
+    if not task.name:
+        return ["loss"]
+
+    # A task checks its settings, for which it needs the length of the sequences.
+    settings = dict(task.settings)
+    training = values.get("training", {})
+    if "seq_len" in training:
+        settings["seq_len"] = training["seq_len"]
+    return [*metrics(build_task(task.name, settings)), "loss"]
+
+
+def _check_score(score: str, names: Sequence[str], config: Path) -> None:
+    """Raise UserError if the task of a config has no such score."""
+    if score and score not in names:
         raise UserError(
             "board.score",
-            f"{config}: unknown score {score!r}, expected one of {', '.join(scores)}."
-            f"{suggestion(score, scores)}",
+            f"{config}: unknown score {score!r}, expected one of {', '.join(names)}."
+            f"{suggestion(score, names)}",
             given=score,
         )
 
@@ -327,8 +354,11 @@ def _check_configs(new: Sweep, folder: Path, old: Sweep) -> None:
 # -- what a board promises before its runs
 
 
-def promised_by(board: Board, setting: str) -> Promises:
-    """Return what the board says about the scores of a task/difficulty."""
+def promised_by(board: Board, setting: str, main_score: str) -> Promises:
+    """Return what the board says about the scores of a task/difficulty.
+
+    `main_score`: the task's, which is the first score if the board sets none.
+    """
     claims = []
     for claim in board.claims_on(setting):
         values = asdict(claim) | {"margin": float(claim.margin)}
@@ -337,22 +367,24 @@ def promised_by(board: Board, setting: str) -> Promises:
         cells = board.cells_of(claim)
         if not claim.tasks:
             del values["tasks"]
+        if not claim.score:
+            del values["score"]
         if cells != [(claim.task, claim.better, claim.worse)]:
             values["cells"] = sorted(map(list, cells))
         claims.append(values)
-    return Promises(board.task_of(setting).score, claims, board.diverged)
+    score = board.task_of(setting).all_scores[0] or main_score
+    return Promises(score, claims, board.diverged)
 
 
 def _old_promises(folder: Path, sweep: Sweep | None, board: Board | None) -> dict[str, Promises]:
     """Return a plan's promises by path of a config: by board.json, or if it is lost sweep.json."""
+    promises = dict(sweep.promises) if sweep is not None else {}
     if board is not None:
-        return {
-            str(_path(folder, stem)): promised_by(board, setting)
-            for stem, (setting, _) in board.places.items()
-        }
-    if sweep is not None:
-        return sweep.promises
-    return {}
+        for stem, (setting, _) in board.places.items():
+            path = str(_path(folder, stem))
+            main_score = promises.get(path, Promises()).score
+            promises[path] = promised_by(board, setting, main_score)
+    return promises
 
 
 def check_promises(new: Sweep, folder: Path, old: Mapping[str, Promises]) -> None:
@@ -371,10 +403,13 @@ def check_promises(new: Sweep, folder: Path, old: Mapping[str, Promises]) -> Non
         else:
             promised_before = old.get(run.config, Promises(promised.score))
         if not promised_before.same(promised):
+            way_out = "choose another --out"
+            if not promised_before.score and promised.score:  # the default may have changed
+                way_out = f'set score = "{OLDER_DEFAULTS[0]}", the default then, or {way_out}'
             raise UserError(
                 "board.claims_changed",
                 f"{path} has started, and what the board promised of it has changed since: the "
                 "score of its task, a claim or its cells, or `diverged`. Claims are written before "
-                "the runs; choose another --out",
+                f"the runs; {way_out}",
                 run=run.name,
             )

@@ -345,6 +345,9 @@ class Race:
         if architecture in self.kept:
             return True
         for claim in self.claims:
+            # Of other scores than that of the race, orders say nothing.
+            if claim.score and architecture in (claim.worse, claim.better):
+                return True
             is_confirmed = (claim.worse, claim.better) in self.decided
             # A claim with a margin may hold although `better` is worse.
             is_refuted = not claim.margin and (claim.better, claim.worse) in self.decided
@@ -491,7 +494,7 @@ class BoardRace:
                     if NOT_FINITE in failed[name]:
                         scores[arm][seed_index] = math.nan
                     continue
-                metric, curve = self._curve(entry, name) or (metric, {})
+                metric, curve = self._curve(entry, name, stage.step) or (metric, {})
                 scores[arm][seed_index] = curve.get(stage.step)
 
         return entry.race.look(
@@ -501,11 +504,12 @@ class BoardRace:
             items=metric.items or UNBOUNDED,
         )
 
-    def _curve(self, entry: Entry, name: str) -> tuple[Metric, dict[int, float]] | None:
-        """Return the metric of a run's task and its scores by step; None if it has none yet."""
+    def _curve(self, entry: Entry, name: str, step: int) -> tuple[Metric, dict[int, float]] | None:
+        """Return the metric of a run's task at `step` and its scores by step; None without any."""
         with suppress(UserError, OSError, KeyError, TypeError, ValueError):
             record = RunRecord(self.folder / name)
-            metric = Metric.of(record, entry.score)
+            is_last_step = step == record.identity["training.steps"]
+            metric = Metric.of(record, entry.score, is_last_step=is_last_step)
             return metric, score_curve(record, metric.name)
         return None
 
@@ -514,7 +518,7 @@ class BoardRace:
         curves = {}
         metric = HELD_OUT_LOSS
         for name in itertools.chain.from_iterable(entry.runs.values()):
-            if entry.race.stopped and (read := self._curve(entry, name)) is not None:
+            if entry.race.stopped and (read := self._curve(entry, name, stage.step)) is not None:
                 metric, curves[name] = read
 
         def scores_at(arm: Arm, past: Stage) -> list[float] | None:

@@ -4,15 +4,17 @@ An arm is an architecture, or ARCHITECTURE/SIZE; a task is TASK, or TASK/DIFFICU
 """
 
 import math
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from canon_pretrain.boards.board import DivergedRule, Reference
 from canon_pretrain.boards.stops import Place, RaceRecord
+from canon_pretrain.cluster.planned import OLDER_DEFAULTS
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import parsing
 from canon_pretrain.core.terminal import printable
@@ -31,6 +33,9 @@ from canon_pretrain.synthetic.evaluation import (
 LOSS = "loss"
 DIVERGED = "diverged"  # the reason of a run without a score
 NOT_FINITE = "train.not_finite"  # the error of a trainer that gives up a run that has diverged
+PART = re.compile(r"(?:any_l/)?exact_(k|depth|l)(\d+)")
+"""The score of a part of the questions."""
+MAX_PARTS = 5
 RACED = "stopped by the race"
 
 
@@ -52,7 +57,11 @@ class BoardRun:
 
 @dataclass(frozen=True)
 class BoardPlan:
-    """What a board compares; `tasks`: the score of each, "" for the main one."""
+    """What a board compares.
+
+    `tasks`: the score of each task, "" for the one that was its default in earlier versions;
+    further scores of its runs by TASK:SCORE.
+    """
 
     folder: Path
     title: str
@@ -67,6 +76,11 @@ class BoardPlan:
     """How the run in a planned run's folder differs from the planned one, by name."""
 
 
+def task_of_column(column: str) -> str:
+    """Return the task/difficulty of TASK, or of TASK:SCORE, another score of the same runs."""
+    return column.partition(":")[0]
+
+
 class Metric(NamedTuple):
     """What a task is scored by; `items`: how many answers it is the mean of, None if unbounded."""
 
@@ -75,16 +89,22 @@ class Metric(NamedTuple):
     items: int | None
 
     @classmethod
-    def of(cls, run: RunRecord, name: str = "") -> "Metric":
-        """Return a run's score `name`, by default its task's main one, of text the loss."""
+    def of(cls, run: RunRecord, name: str = "", *, is_last_step: bool = True) -> "Metric":
+        """Return a run's score `name`, by default that of earlier versions, of text the loss.
+
+        At its last step a run may be asked about more windows than before it.
+        """
         task = task_of_run(run.identity)
         if task is None or name == LOSS:
             return HELD_OUT_LOSS
 
         higher_is_better = metrics(task)
-        name = name or next(iter(higher_is_better))
+        older_default = next(score for score in OLDER_DEFAULTS if score in higher_is_better)
+        name = name or older_default
         validation = run.config.get("validation", {})
         windows = validation.get("windows") or SCORED_WINDOWS
+        if is_last_step:
+            windows = validation.get("last_windows") or windows
         return cls(
             name,
             lower_is_better=not higher_is_better.get(name, True),
@@ -104,7 +124,7 @@ HELD_OUT_LOSS = Metric(LOSS, True, None)
 
 
 def score_curve(run: RunRecord, name: str) -> dict[int, float]:
-    """Return a score by step; NaN if the model had diverged, which has no scores."""
+    """Return a score by step; NaN if the model had diverged, or an earlier version lacks it."""
     curve = {}
     for event in run.own_validations:
         scores: Mapping[str, Any] = event
@@ -115,16 +135,42 @@ def score_curve(run: RunRecord, name: str) -> dict[int, float]:
     return curve
 
 
+def part_names(run: RunRecord) -> list[str]:
+    """Return the scores of parts of a run's questions: by k, depth or length.
+
+    Of more than MAX_PARTS those of powers of two and of the largest, as the paper draws them.
+    """
+    numbers: dict[int, str] = {}
+    for event in run.own_validations:
+        for name in event.get("scores") or {}:
+            if part := PART.fullmatch(name):
+                numbers.setdefault(int(part[2]), name)
+    largest = max(numbers, default=0)
+    if len(numbers) > MAX_PARTS:
+        numbers = {
+            number: name
+            for number, name in numbers.items()
+            if number == largest or number.bit_count() == 1
+        }
+    return [name for _, name in sorted(numbers.items())] if len(numbers) > 1 else []
+
+
 @dataclass
 class Result:
-    """A planned run as it is; `score` is None until the run is done, NaN if it diverged."""
+    """A planned run as it is, by one of its scores.
+
+    `column`: TASK, or TASK:SCORE. `score` is None until the run is done, NaN if it diverged;
+    `stderr`: over windows, which are independent.
+    """
 
     run: BoardRun
+    column: str
     state: str = "waiting"  # also done, failed, damaged, RACED, or a state of summarize_run
     reason: str = ""
     error_code: str = ""  # of a failed run, if its trainer has refused to go on
     step: int = 0
     score: float | None = None
+    stderr: float | None = None
     raced_score: float | None = None
     """The score at which a race stopped it."""
     worst_score: float | None = None
@@ -164,35 +210,44 @@ def finite_scores(scores: Iterable[float | None]) -> list[float]:
 
 
 def read_results(plan: BoardPlan, now: datetime) -> tuple[list[Result], dict[str, Metric]]:
-    """Return the planned runs as they are, and the metric of each task."""
-    results = [_read_result(plan, run, now) for run in plan.runs]
-    task_metrics = {task: _metric_of(plan, task, results) for task in plan.tasks}
+    """Return the planned runs as they are, by each of their scores, and the metric of each score.
+
+    A run's first score has the run's task as its column.
+    """
+    runs = [_read_result(plan, run, now) for run in plan.runs]
     raced_steps = {stop.place: stop.step for stop in plan.race.stops}
-    for result in results:
-        if result.record is not None:
-            metric = task_metrics[result.run.task]
-            result.curve = score_curve(result.record, metric.name)
-        if result.state == "done":
-            _take_score(result)
-        elif result.run.place in raced_steps:
-            _mark_raced(result, raced_steps[result.run.place])
-        if result.has_diverged and plan.diverged == "worst":
-            vocab_size = None
+    column_metrics = {}
+    results = []
+    for column in plan.tasks:
+        runs_of_task = [result for result in runs if result.run.task == task_of_column(column)]
+        metric = _metric_of(plan.tasks[column], runs_of_task)
+        column_metrics[column] = metric
+        for run in runs_of_task:
+            result = replace(run, column=column)
             if result.record is not None:
-                vocab_size = result.record.identity.get("model.vocab_size")
-            result.worst_score = task_metrics[result.run.task].worst(vocab_size)
-    return results, task_metrics
+                result.curve = score_curve(result.record, metric.name)
+            if result.state == "done":
+                _take_score(result, metric.name)
+            elif result.run.place in raced_steps:
+                _mark_raced(result, raced_steps[result.run.place])
+            if result.has_diverged and plan.diverged == "worst":
+                vocab_size = None
+                if result.record is not None:
+                    vocab_size = result.record.identity.get("model.vocab_size")
+                result.worst_score = metric.worst(vocab_size)
+            results.append(result)
+    return results, column_metrics
 
 
 def _read_result(plan: BoardPlan, run: BoardRun, now: datetime) -> Result:
     """Return a planned run's state; its record if it has a readable one."""
     if run.name in plan.others:
-        return Result(run, "failed", printable(plan.others[run.name]))
+        return Result(run, run.task, "failed", printable(plan.others[run.name]))
 
     path = plan.folder / run.name
-    result = Result(run)
+    result = Result(run, run.task)
     if run.problem:
-        result = Result(run, "failed", printable(run.problem))
+        result = Result(run, run.task, "failed", printable(run.problem))
         if NOT_FINITE in run.problem:
             result.error_code = NOT_FINITE
     if not is_run_folder(path):
@@ -207,7 +262,7 @@ def _read_result(plan: BoardPlan, run: BoardRun, now: datetime) -> Result:
         steps = [event.get("step", 0) for event in record.events]
         result.step = max(steps, default=0)
     except (UserError, OSError) as error:
-        return Result(run, "damaged", printable(str(error)))
+        return Result(run, run.task, "damaged", printable(str(error)))
 
     result.record = record
     if record.is_done:
@@ -225,19 +280,30 @@ def _read_result(plan: BoardPlan, run: BoardRun, now: datetime) -> Result:
     return result
 
 
-def _metric_of(plan: BoardPlan, task: str, results: Sequence[Result]) -> Metric:
-    """Return a task's metric; without a name until one of its runs has started."""
+def _metric_of(score: str, results: Sequence[Result]) -> Metric:
+    """Return the metric of a score of a task's runs; without a name until one has started."""
     for result in results:
-        if result.run.task == task and result.record is not None:
-            return Metric.of(result.record, plan.tasks[task])
+        if result.record is not None:
+            return Metric.of(result.record, score)
     return Metric("", False, None)
 
 
-def _take_score(result: Result) -> None:
+def _take_score(result: Result, name: str) -> None:
+    """Set the score of the last step, its standard error, or why there is none."""
+    assert result.record is not None
     result.score = result.curve.get(result.step, math.nan)
     if result.step not in result.curve:
         result.reason = "no validation at its last step"
-    elif not result.has_score:
+        return
+
+    last_event = next(event for event in result.record.own_validations if event.step == result.step)
+    if result.has_score:
+        stderrs = last_event.get("score_stderrs") or {}
+        finite = finite_scores([stderrs.get(name)])
+        result.stderr = finite[0] if finite else None
+    elif last_event.get("scores") and name not in last_event["scores"]:
+        result.reason = f"no score {name}"
+    else:
         result.reason = DIVERGED
 
 

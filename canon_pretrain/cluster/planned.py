@@ -28,6 +28,8 @@ from canon_pretrain.run.setting import option_key
 from canon_pretrain.synthetic.tasks import TaskSection, build_task
 
 SHOWN = 4  # differences in a sentence
+OLDER_DEFAULTS = ("exact", "valid")
+"""Scores that earlier versions took if a board set none, and did not name in its promises."""
 JSON_TYPES: dict[str, Any] = {"pattern": list[str], "layers": dict[str, dict[str, Any]]}
 """Types of the fields of ModelArgs that TOML has no type for."""
 Values = dict[str, dict[str, Any]]
@@ -209,9 +211,10 @@ def data_fingerprint(values: Values) -> str | None:
 
 @dataclass(frozen=True)
 class Promises:
-    """What a board says before its runs about the scores of a task: the claims and their score.
+    """What a board says before its runs about the scores of a task: its first score and the claims.
 
-    `diverged`: what a diverged run counts (boards/board.py).
+    `score`: "" of text without a score, and of plans of earlier versions that set none. `diverged`:
+    what a diverged run counts (boards/board.py).
     """
 
     score: str = ""
@@ -219,11 +222,16 @@ class Promises:
     diverged: str = "worst"
 
     def same(self, other: "Promises") -> bool:
-        """Return whether both promise the same, in any order."""
+        """Return whether both promise the same, in any order.
+
+        `self` may be of an earlier version, which did not name the default score.
+        """
         claims = sorted(map(repr, self.claims))
         other_claims = sorted(map(repr, other.claims))
+        is_older_default = not self.score and other.score in OLDER_DEFAULTS
+        has_same_score = self.score == other.score or is_older_default
         is_same_rule = self.diverged == other.diverged
-        return self.score == other.score and claims == other_claims and is_same_rule
+        return has_same_score and claims == other_claims and is_same_rule
 
 
 @dataclass(frozen=True)

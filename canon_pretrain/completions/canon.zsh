@@ -875,6 +875,7 @@ _shtab_canon_train_options=(
   "--validation.freq[steps between validations]:validation.freq:"
   "--validation.path[validation.path]:validation.path:_files"
   "--validation.windows[validation.windows]:validation.windows:"
+  "--validation.last_windows[validation.last_windows]:validation.last_windows:"
   {--debug.deterministic,--debug.no_deterministic}"[debug.deterministic]"
   {--debug.deterministic_warn_only,--debug.no_deterministic_warn_only}"[debug.deterministic_warn_only]"
   {--debug.moe_force_load_balance,--debug.no_moe_force_load_balance}"[debug.moe_force_load_balance]"

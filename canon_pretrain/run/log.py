@@ -14,7 +14,8 @@ that the trainer does not wait for the disk. NaN and infinities, which JSON lack
                              is minimized, if not loss); by layer of experts expert_load_max (the
                              largest load over the mean) and expert_dropped (fraction), of this step
     validation               loss and bits_per_byte on held-out text, in total and by source; of a
-                             synthetic task, loss and scores (name -> number)
+                             synthetic task, loss, scores (name -> number) and score_stderrs, whose
+                             standard errors are over windows
     samples                  what the model writes: a list of prompt, text and number of tokens; the
                              texts are empty if there is a reason ("not finite")
     count_models             what a unigram and a bigram model of the training text reach on the
@@ -386,8 +387,9 @@ def _checked(event: Event) -> Event:
     # Any other number may be null, except a loss, which `number` refuses.
     number(event.get("loss", 0.0))
     _convert_numbers(event, NUMBERS)
-    if scores := event.get("scores"):
-        _convert_numbers(scores, scores.keys())
+    for name in ("scores", "score_stderrs"):
+        if scores := event.get(name):
+            _convert_numbers(scores, scores.keys())
     for source_losses in (event.get("sources") or {}).values():
         _convert_numbers(source_losses, NUMBERS)
 

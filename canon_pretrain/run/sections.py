@@ -174,6 +174,9 @@ class Validation:
     """Windows of training.seq_len tokens, the same each time; -1: all, which a task does not have.
     Unset: training.global_batch_size windows per 100 steps of `freq`, at most 2**21 tokens; a
     task's questions are asked about 16."""
+    last_windows: Annotated[int | None, Limits(Annotated[int, Field(ge=1)] | None)] = None
+    """Windows that a task's questions are asked about at the last step. Unset: as many as before
+    it."""
 
 
 @dataclass(frozen=True)

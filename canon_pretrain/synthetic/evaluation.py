@@ -14,6 +14,8 @@ END = 0
 """The unused id: an answer ends before it."""
 SCORED_WINDOWS = 16
 """Windows per setting whose questions training asks, unless validation.windows is set."""
+OF_ALL_QUESTIONS = ("exact", "valid")
+"""Metrics that every question of a setting has."""
 VERDICTS = ("right", "wrong", "malformed", "too_long", "empty")
 _SETTING = "data.task."
 
@@ -99,8 +101,9 @@ def score_window(
             verdicts[judgement.verdict] += 1
             for metric, value in judgement.values.items():
                 values[metric].append(value)
-        for metric, metric_values in values.items():
-            scores[window.label + metric] = sum(metric_values), len(metric_values)
+        for metric in task.metrics:
+            if metric in values:
+                scores[window.label + metric] = sum(values[metric]), len(values[metric])
 
         # A score of log-likelihoods is one number for the window.
         span_logs = [next(logs) for _ in window.spans]
@@ -150,8 +153,8 @@ def num_questions(task: Task, score: str, num_windows: int) -> int | None:
         if label + metric != score or metric not in setting.metrics:
             continue
         questions = setting.questions(EVALUATION_SEED, 0, num_windows)
-        # Every question has the main metric, so that none has to be judged, which may be slow.
-        if metric == setting.metrics[0]:
+        # Every question has this metric, so that none has to be judged, which may be slow.
+        if metric in OF_ALL_QUESTIONS:
             return sum(1 for _ in questions)
         return sum(
             metric in setting.judge(question.prompt, question.answer).values
@@ -160,16 +163,39 @@ def num_questions(task: Task, score: str, num_windows: int) -> int | None:
     return None
 
 
-def pooled_scores(windows: Iterable[Mapping[str, Pooled]]) -> dict[str, float]:
-    """Return the mean of each score over all questions, so that parts add up to the whole."""
+class PooledScore(NamedTuple):
+    """The mean of a score over all questions; `stderr`: its standard error, None of one window."""
+
+    mean: float
+    stderr: float | None
+
+
+def pooled_scores(windows: Iterable[Mapping[str, Pooled]]) -> dict[str, PooledScore]:
+    """Return each score over all questions, so that parts add up to the whole."""
     parts = defaultdict[str, list[Pooled]](list)
     for scores in windows:
         for name, part in scores.items():
             parts[name].append(part)
-    return {name: pooled_mean(of_name) for name, of_name in parts.items()}
+    return {
+        name: PooledScore(pooled_mean(of_name), pooled_stderr(of_name))
+        for name, of_name in parts.items()
+    }
 
 
 def pooled_mean(parts: Iterable[Pooled]) -> float:
     """Return the sum of the sums over the sum of the counts."""
     sums, counts = zip(*parts, strict=True)
     return float(math.fsum(sums) / sum(counts))
+
+
+def pooled_stderr(parts: Sequence[Pooled]) -> float | None:
+    """Return the standard error of `pooled_mean`: windows are independent, their questions are not.
+
+    Of a ratio of two sums over windows, by the jackknife over windows, as in `eval`.
+    """
+    from canon_pretrain.stats.noise import Clusters, mean_variance  # scipy takes a while to import
+
+    sums, counts = zip(*parts, strict=True)
+    clusters = Clusters(np.array(sums, np.float64), np.array(counts, np.float64))
+    variance = mean_variance(clusters)
+    return math.sqrt(variance) if math.isfinite(variance) else None

@@ -15,7 +15,9 @@ from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.synthetic.evaluation import (
     END,
     EvaluationWindow,
+    PooledScore,
     evaluation_windows,
+    metrics,
     pooled_scores,
     score_window,
 )
@@ -28,11 +30,15 @@ class TaskScores:
 
     def __init__(self, task: Task, num_windows: int) -> None:
         self._windows = evaluation_windows(task, num_windows)
+        self._names = [*metrics(task)]
         self._temperature = task.temperature
         self._vocab_size = task.vocab_size
 
-    def measure(self, model: Transformer) -> dict[str, float]:
-        """Return the scores by name, none of a model that has diverged; collective."""
+    def measure(self, model: Transformer) -> dict[str, PooledScore]:
+        """Return the scores by name, the main one first, none of a model that has diverged.
+
+        Collective.
+        """
         try:
             # compiled layers would be compiled again for every shape
             with torch.compiler.set_stance("force_eager"):
@@ -47,9 +53,10 @@ class TaskScores:
 
         # each window takes its answers and log-likelihoods from the iterators
         size = num_parameters(model.args)
-        return pooled_scores(
+        scores = pooled_scores(
             score_window(window, answers, log_likelihoods, size)[0] for window in self._windows
         )
+        return {name: scores[name] for name in self._names if name in scores}
 
     def _answers(self, model: Transformer) -> list[list[int]]:
         """Return the answers to all questions, in the order of the windows.

@@ -107,6 +107,7 @@ class CanonValidator(BaseValidator):
         self._last_step = job.last_step
         self._loss = head_loss(job.loss)
         self._scores: TaskScores | None = None
+        self._last_scores: TaskScores | None = None
         length = job.training.seq_len + 1
         task = job.task
 
@@ -117,7 +118,12 @@ class CanonValidator(BaseValidator):
             from canon_pretrain.synthetic.evaluation import SCORED_WINDOWS
             from canon_pretrain.titan import scores
 
-            self._scores = scores.TaskScores(task, job.validation.windows or SCORED_WINDOWS)
+            num_scored = job.validation.windows or SCORED_WINDOWS
+            num_scored_last = job.validation.last_windows or num_scored
+            self._scores = scores.TaskScores(task, num_scored)
+            self._last_scores = self._scores
+            if num_scored_last != num_scored:
+                self._last_scores = scores.TaskScores(task, num_scored_last)
             self.names = [task.name]
             self._bytes_per_token = [math.nan]
             num_task_windows = num_windows(job) or 0
@@ -208,13 +214,17 @@ class CanonValidator(BaseValidator):
         with record_function(VALIDATION):
             model.eval()  # experts drop no tokens
             sums = self.measure(model)
-            scores = self._scores.measure(model) if self._scores else None  # type: ignore[arg-type]
+            # The last step of the schedule, not that of a launch that stops before.
+            is_last = step == self.job_config.training.steps
+            task_scores = self._last_scores if is_last else self._scores
+            scores = task_scores.measure(model) if task_scores else None  # type: ignore[arg-type]
         model.train()
 
         whole = self.loss(sums)
         fields = self._loss_fields(whole)
         if scores:
-            fields["scores"] = scores
+            fields["scores"] = {name: score.mean for name, score in scores.items()}
+            fields["score_stderrs"] = {name: score.stderr for name, score in scores.items()}
         fields["tokens_scored"] = whole.num_tokens
         fields["seconds"] = time.perf_counter() - begin
 

@@ -7,7 +7,7 @@ from itertools import chain, islice
 import numpy as np
 import pytest
 
-from canon_pretrain.synthetic.evaluation import num_questions
+from canon_pretrain.synthetic.evaluation import metrics, num_questions, pooled_scores
 from canon_pretrain.synthetic.task import (
     ANSWER,
     EVALUATION,
@@ -96,8 +96,9 @@ def mutations(task, answer, rng):
 
 def assert_judged(task, question, number, *, all_mutations=False):
     """Assert the verdicts on a question's answer and on one mutation of it, or on all."""
-    main = task.metrics[0]
     right = task.judge(question.prompt, question.answer)
+    # The first metric that the question has; the main one may be of some questions only.
+    main = next(metric for metric in task.metrics if metric in right.values)
     assert (right.verdict, right.values[main]) == ("right", 1.0)
     assert right.values.keys() <= set(task.metrics)
 
@@ -223,6 +224,7 @@ def test_the_questions_behind_a_score_are_counted():
     depo = build_task("depo1", {"n": 8, "k": 2, "seq_len": 96})
     (hardest,) = depo.evaluations()
     questions = list(hardest.questions(EVALUATION_SEED, 0, 4))
+    assert next(iter(metrics(depo))) == "exact_k2"
     by_hops = [num_questions(depo, f"exact_k{k}", 4) for k in (1, 2)]
     assert num_questions(depo, "exact", 4) == len(questions) == sum(by_hops)
     assert min(by_hops) > 0
@@ -230,3 +232,23 @@ def test_the_questions_behind_a_score_are_counted():
     mano = build_task("mano", {"l": 3, "seq_len": 64})
     assert num_questions(mano, "exact", 2) < num_questions(mano, "any_l/exact", 2)
     assert num_questions(build_task("lano", {"seq_len": 64}), "kl", 2) is None
+
+
+def test_a_score_is_a_ratio_of_sums_and_its_error_is_over_windows():
+    """Leave out each window in turn: windows are independent, the questions of one are not."""
+    counts = [4, 1, 7, 2]
+    sums = [3.0, 0.0, 2.0, 2.0]
+    score = pooled_scores({"exact": part} for part in zip(sums, counts, strict=True))["exact"]
+
+    assert score.mean == sum(sums) / sum(counts)
+    others = [(sum(sums) - x) / (sum(counts) - n) for x, n in zip(sums, counts, strict=True)]
+    variance = 3 / 4 * sum((other - score.mean) ** 2 for other in others)
+    assert score.stderr == pytest.approx(variance**0.5, rel=1e-12)
+
+    # of windows with one question each, the usual one
+    alike = pooled_scores({"exact": (x, 1)} for x in (0.0, 1.0, 1.0, 0.0, 1.0))["exact"]
+    assert alike.stderr == pytest.approx((0.6 * 0.4 / 4) ** 0.5, rel=1e-12)
+    assert pooled_scores([{"exact": (1.0, 2)}])["exact"].stderr is None
+    # a part that one window alone has
+    parts = pooled_scores([{"exact": (1.0, 2), "exact_k2": (1.0, 1)}, {"exact": (0.0, 2)}])
+    assert parts["exact_k2"] == (1.0, None)

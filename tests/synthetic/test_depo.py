@@ -128,7 +128,8 @@ def test_partial_credit_counts_tokens_by_position(answer, verdict, tokens):
     prompt, _ = reference_depo.show(edges, [(3, (1, 2, 4), ())], vocab=2)
     task = depo(QUICK, exact_k=True)
     exact = float(verdict == "right")
-    values = zip(task.metrics, [exact, tokens / 3] * 2, strict=True)
+    assert task.metrics == ["exact_k3", "exact", "tokens", "tokens_k3"]
+    values = zip(task.metrics, [exact, exact, tokens / 3, tokens / 3], strict=True)
     assert task.judge(prompt, answer) == (verdict, dict(values))
 
     for cut in [

@@ -143,6 +143,7 @@ NUMBERS = {
     "checkpoint.max_held": ("off: hold none", RANGE),
     "validation.freq": (RANGE, RANGE),
     "validation.windows": (RANGE, "all, as in torchtitan"),
+    "validation.last_windows": (RANGE, RANGE),
     "samples.interval": ("off", RANGE),
     "samples.max_tokens": (RANGE, RANGE),
     "samples.temperature": ("off: the most likely token", RANGE),

@@ -21,6 +21,7 @@ from canon_pretrain.titan.data import CanonDataLoader, open_data
 from canon_pretrain.titan.dry_run import Plan, this_machine
 from canon_pretrain.titan.job_config import CanonJobConfig
 from canon_pretrain.titan.launch import check_identity, run_identity
+from canon_pretrain.titan.scores import TaskScores
 from canon_pretrain.titan.tasks import TaskWindows
 from canon_pretrain.titan.trainer import CanonTrainer
 from canon_pretrain.titan.validation import CanonValidator
@@ -191,6 +192,24 @@ def test_validation_is_the_mean_over_counted_labels(monkeypatch):
     expected, num_labels = mean_loss(model, TASK.windows(0, 0, 5, EVALUATION))
     assert count_0 + count_1 == num_labels
     assert (nats_0 + nats_1) / num_labels == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_last_step_asks_about_more_windows(monkeypatch):
+    job = parse_job([*COPY, "--validation.windows", "2", "--validation.last_windows", "5"])
+    parts = open_data(job).held_out
+    model = Transformer(job.model_args)
+    model.init_weights()
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
+    validator = CanonValidator(job, parts, 0, 1)
+
+    before = validator.validate([model], job.training.steps - 1)
+    last = validator.validate([model], job.training.steps)
+
+    for fields, num_windows in ((before, 2), (last, 5)):
+        expected = TaskScores(TASK, num_windows).measure(model)
+        assert fields["scores"] == {name: score.mean for name, score in expected.items()}
+        assert fields["score_stderrs"] == {name: score.stderr for name, score in expected.items()}
+    assert before["tokens_scored"] == last["tokens_scored"]  # the loss is of the same windows
 
 
 def test_a_step_without_counted_labels_divides_by_one(monkeypatch):
