@@ -102,13 +102,13 @@ def test_an_unknown_flavor_is_refused(tmp_path, capsys):
     assert refused(capsys, tmp_path, ROPE + '[sizes.s]\nflavor = "8-0"\n') == "model.unknown_flavor"
 
 
-def test_what_is_larger_or_smaller_than_the_first_architecture_is_said(tmp_path, capsys):
+def test_models_that_are_not_equally_large_are_named(tmp_path, capsys):
     plan(tmp_path, ROPE + GLA + MOE + MAMBA, top='sizes = ["8-6"]', config=PAPER / "capo_50k.toml")
 
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "Parameters" in line]
 
-    assert "rope/8_6: moe/8_6 +431.2 % (81.5M against 15.3M), m/8_6 +6.3 % (16.3M" in line
-    assert "gla" not in line
+    gaps = re.findall(r"(\S+) ([+-][\d.]+) % \((\S+) \S+ (\S+)\)", line)
+    assert gaps == [("moe/8_6", "+431.2", "81.5M", "15.3M"), ("m/8_6", "+6.3", "16.3M", "15.3M")]
 
 
 RATES = """
