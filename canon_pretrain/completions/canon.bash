@@ -158,7 +158,7 @@ _shtab_canon_bench_generate_pos_0_COMPGEN=_shtab_compgen_files
 _shtab_canon_bench_generate___json_COMPGEN=_shtab_compgen_files
 
 _shtab_canon_data_verify___level_choices=(size sample full)
-_shtab_canon_data_show___order_choices=(random permute)
+_shtab_canon_data_show___order_choices=(random permute documents)
 _shtab_canon_data_show___split_choices=(train validation)
 _shtab_canon_data_pos_0_choices=(build finish verify stats show)
 _shtab_canon_train___metrics_wandb_mode_choices=(online offline disabled)
@@ -201,7 +201,7 @@ _shtab_canon_train___parallelism_fsdp_reshard_after_forward_choices=(default alw
 _shtab_canon_train___checkpoint_async_mode_choices=(disabled async async_with_pinned_mem)
 _shtab_canon_train___activation_checkpoint_mode_choices=(selective full memory_budget none)
 _shtab_canon_train___validation_enable_choices=(true false)
-_shtab_canon_train___data_order_choices=(random permute)
+_shtab_canon_train___data_order_choices=(random permute documents)
 _shtab_canon_train___data_task_name_choices=(automata brevo1 brevo2 capo copy depo1 depo2 lano mano mqar state)
 _shtab_canon_train___data_task_exact_n_choices=(true false)
 _shtab_canon_train___data_task_exact_k_choices=(true false)
