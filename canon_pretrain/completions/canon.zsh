@@ -92,6 +92,7 @@ _shtab_canon_playground_commands() {
 
 _shtab_canon_run_commands() {
   local _commands=(
+    costs:'Print held-out loss, tokens per second and memory of architectures, and what they cost over the first one. Runs that differ in seeds are one row, at the best learning rate.'
     diff:'Compare two run folders: identity, data, config, code, packages, environment, and the first steps at which their data and losses differ. Values of one run or job (its folder, job ids, world size) are ignored. Exit code 0: same; 1: different; 2: error.'
     export:'Copy log.jsonl and evaluations of a run to wandb or TensorBoard: one curve over all launches, which replaces earlier copies.'
     plot:'Plot the curves of runs on one HTML page that works offline. Runs that differ in their seeds only are drawn as mean and band.'
@@ -547,6 +548,15 @@ _shtab_canon_run_options=(
 
 # guard to ensure default positional specs are added only once per session
 _shtab_canon_run_defaults_added=0
+
+_shtab_canon_run_costs_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--json[print one JSON document]"
+  "(*):run folders, folders of runs, or patterns\; the baseline first:_files"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_canon_run_costs_defaults_added=0
 
 _shtab_canon_run_diff_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
@@ -1141,6 +1151,7 @@ _shtab_canon_run() {
       (( CURRENT += 1 ))
       curcontext="${curcontext%:*:*}:_shtab_canon_run-$line[1]:"
       case $line[1] in
+        costs) _arguments -C -s $_shtab_canon_run_costs_options ;;
         diff) _arguments -C -s $_shtab_canon_run_diff_options ;;
         export) _arguments -C -s $_shtab_canon_run_export_options ;;
         plot) _arguments -C -s $_shtab_canon_run_plot_options ;;
