@@ -527,3 +527,7 @@ def test_the_nine_runs_of_the_tiny_stories_ablation():
         assert schedule.min_lr_factor == pytest.approx(0.1)
         assert job.optimizer.lr == 1e-3
         assert (job.training.global_batch_size, job.training.seq_len) == (32, 512)
+        # one epoch of a tenth of the stories, a story a window
+        assert job.data.order == "documents"
+        num_stories = job.training.steps * job.training.global_batch_size
+        assert num_stories == pytest.approx(2_119_719 / 10, abs=32)

@@ -224,7 +224,7 @@ _shtab_canon_data_defaults_added=0
 
 _shtab_canon_data_build_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
-  "--source[stdlib, fineweb-edu, slimpajama, local]:NAME:"
+  "--source[stdlib, fineweb-edu, slimpajama, tinystories, tinystories-validation, local]:NAME:"
   "--files[files or folders\: a copy of the source, or those of \`local\` (.jsonl .jsonl.gz .jsonl.zst .ndjson .ndjson.gz .ndjson.zst .json .json.gz .json.zst .parquet .txt)]:PATH:_files"
   "--tokenizer[train a SentencePiece BPE tokenizer with vocab_size N on the training documents, or load the SentencePiece tokenizer.model or HF tokenizer.json at PATH]:train:N|PATH:_files"
   "--out[a new folder, or one to resume]:DIR:_files"
