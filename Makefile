@@ -1,6 +1,6 @@
 # make quickstart   text -> shards -> a trained, stopped and resumed model -> scores -> a page; what Canon does
 # make playground  the paper's directions on five synthetic tasks: 90 models, a page of results
-# make playground-lm  a published ablation of Canon and RoPE on the standard library's text, 14 models
+# make playground-lm  a published ablation of Canon and RoPE on the standard library's text, 18 models
 # make test         unit, property and a few end-to-end tests
 # make test-system  faults, ranks, browser and compilers
 # make test-long    before a release: test-system's draws and simulations five times as many, more odd values

@@ -105,6 +105,11 @@ COMMANDS: dict[str, Command | Group] = {
                 "the state of runs: step, loss, speed, checkpoint, evaluations, job",
                 prints=True,
             ),
+            "costs": Command(
+                "canon_pretrain.report.costs",
+                "held-out loss, tokens/s, memory and overhead of architectures",
+                prints=True,
+            ),
             "plot": Command("canon_pretrain.report.plot", "curves of several runs on one page"),
             "diff": Command(
                 "canon_pretrain.report.diff",

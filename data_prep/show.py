@@ -17,7 +17,13 @@ import numpy as np
 from canon_pretrain.core.cli import positive
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import printable
-from canon_pretrain.data.sampler import Order, permuted_offset, window_offset
+from canon_pretrain.data.sampler import (
+    Order,
+    check_length,
+    permuted,
+    permuted_offset,
+    window_offset,
+)
 from canon_pretrain.data.shards import Shard, TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer
 from data_prep.folder import SPLITS, TRAIN, load_tokenizer
@@ -75,8 +81,13 @@ def show_window(
     tokenizer = load_tokenizer(folder, load_plan(folder).tokenizer)
     offset_of = permuted_offset if order == "permute" else window_offset
     with TokenShards.open(folder / split) as shards:
-        offset = offset_of(seed, sample, shards.num_tokens, seq_len)
-        stop = offset + seq_len + 1
+        if order == "documents":
+            check_length(shards.num_tokens, 1)
+            offset, end = shards.document(permuted(seed, sample, shards.num_documents))
+            stop = min(end, offset + seq_len + 1)
+        else:
+            offset = offset_of(seed, sample, shards.num_tokens, seq_len)
+            stop = offset + seq_len + 1
         tokens = shards.read(offset, stop - offset)
         documents = list(_documents(shards, offset, stop))
 

@@ -44,7 +44,7 @@ class HubSource:
     folder: str
     tail: tuple[str, ...]
     num_files: int
-    group_field: str
+    group_field: str | None
     unit_files: int
 
 
@@ -66,6 +66,24 @@ HUB_SOURCES = {
         num_files=59_166,
         group_field="meta.redpajama_set_name",
         unit_files=24,
+    ),
+    "tinystories": HubSource(
+        repo="roneneldan/TinyStories",
+        commit="f54c09fd23315a6f9c86f9dc80f725de7d8f9c64",
+        folder="data",
+        tail=("data", r"train-[0-9]{5}-of-[0-9]{5}-[0-9a-f]{16}\.parquet"),
+        num_files=4,
+        group_field=None,
+        unit_files=1,
+    ),
+    "tinystories-validation": HubSource(
+        repo="roneneldan/TinyStories",
+        commit="f54c09fd23315a6f9c86f9dc80f725de7d8f9c64",
+        folder="data",
+        tail=("data", r"validation-[0-9]{5}-of-[0-9]{5}-[0-9a-f]{16}\.parquet"),
+        num_files=1,
+        group_field=None,
+        unit_files=1,
     ),
 }
 SOURCES = (STDLIB, *HUB_SOURCES, LOCAL)

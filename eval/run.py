@@ -180,6 +180,7 @@ class Evaluation:
                 max_length,
                 arguments.limit,
                 self.log,
+                target.order,
             )
             tasks = {name: task}
         else:

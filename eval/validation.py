@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from canon_pretrain.data.count_models import CountModels
-from canon_pretrain.data.held_out import HeldOutLoss, held_out_loss, windows
+from canon_pretrain.data.held_out import HeldOutLoss, held_out_loss, split_windows
+from canon_pretrain.data.sampler import Order
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.run.results import BITS, COUNT_MODELS, NATS, VALIDATION, Score, TaskResult
 from canon_pretrain.stats.noise import MIN_CLUSTERS, Clusters, mean_variance
@@ -30,14 +31,15 @@ def validation_task(
     seq_len: int,
     limit: int | None,
     log: Callable[[str], None],
+    order: Order = "random",
 ) -> TaskPlan:
     """Return the suite's one task: losses of the model and of count models of `train`."""
 
     def evaluate(lm: CanonLM, remember: Remember) -> dict[str, TaskResult]:
-        loss, documents = model_loss(lm, held_out, seq_len=seq_len, limit=limit)
+        loss, documents = model_loss(lm, held_out, seq_len=seq_len, limit=limit, order=order)
         results = {VALIDATION: _task_result(loss, documents)}
         log("counting the training shards' unigrams and bigrams")
-        baselines = baseline_losses(train, held_out, seq_len=seq_len, limit=limit)
+        baselines = baseline_losses(train, held_out, seq_len=seq_len, limit=limit, order=order)
         for name, baseline in baselines.items():
             results[name] = _task_result(baseline, [])
         return results
@@ -47,7 +49,7 @@ def validation_task(
         "primary": [NATS],
         "higher_is_better": dict.fromkeys(METRICS, False),
     }
-    num_tokens = sum(size for _, size in windows(held_out.num_tokens, seq_len, limit))
+    num_tokens = sum(size for _, size in split_windows(held_out, seq_len, order, limit))
     return TaskPlan(description, num_tokens, evaluate)
 
 
@@ -61,12 +63,17 @@ def _task_result(loss: HeldOutLoss, documents: list[dict[str, Any]]) -> TaskResu
 
 
 def model_loss(
-    lm: CanonLM, shards: TokenShards, *, seq_len: int, limit: int | None = None
+    lm: CanonLM,
+    shards: TokenShards,
+    *,
+    seq_len: int,
+    limit: int | None = None,
+    order: Order = "random",
 ) -> tuple[HeldOutLoss, list[dict[str, Any]]]:
     """Return the model's held-out loss, and records of documents whose sums yield it."""
     # A window is (offset, number of tokens). A window that spans several documents has one score
     # for each of them.
-    all_windows = list(windows(shards.num_tokens, seq_len, limit))
+    all_windows = list(split_windows(shards, seq_len, order, limit))
     ends_D = shards.document_ends()
     tokens_by_document = [_tokens_by_document(ends_D, *window) for window in all_windows]
 
@@ -104,6 +111,8 @@ def model_loss(
 
     # a token's loss depends on all tokens before it in its window
     source = f"{shards.fingerprint} {seq_len}"
+    if order == "documents":
+        source = f"{source} {order}"
     question = hashlib.sha256(source.encode()).hexdigest()[:16]
     records: list[dict[str, Any]] = []
     for document, document_nats in sorted(nats.items()):
@@ -153,11 +162,17 @@ def _tokens_by_document(ends_D: np.ndarray, offset: int, size: int) -> dict[int,
 
 
 def baseline_losses(
-    train: TokenShards, held_out: TokenShards, *, seq_len: int, limit: int | None = None
+    train: TokenShards,
+    held_out: TokenShards,
+    *,
+    seq_len: int,
+    limit: int | None = None,
+    order: Order = "random",
 ) -> dict[str, HeldOutLoss]:
     """Return unigram and bigram losses on the tokens of `model_loss`."""
     counted = train.read(0, min(train.num_tokens, BASELINE_TOKENS))
-    total_nats, num_tokens = CountModels(counted, train.vocab_size).score(held_out, seq_len, limit)
+    models = CountModels(counted, train.vocab_size)
+    total_nats, num_tokens = models.score(held_out, seq_len, limit, order)
     bytes_per_token = held_out.num_bytes / held_out.num_tokens
     return {
         name: held_out_loss([nats], [num_tokens], [bytes_per_token])

@@ -145,6 +145,7 @@ def test_the_runs_on_slimpajama_differ_in_the_data_alone(name):
         ("mamba2", "mamba2", "", True, (48, 16, 0)),
         ("mamba2_noconv", "mamba2", "", False, (48, 16, 0)),
         ("mamba2_canon", "mamba2", "AB", False, (48, 16, 0)),
+        ("mamba2_canon_nores", "mamba2", "AB", False, (48, 16, 0)),
         ("mamba2_mlp", "mamba2", "", True, (24, 16, 4096)),
         ("mamba2_mlp_canon", "mamba2", "ABCD", False, (24, 16, 4096)),
         ("gated_deltanet", "gated_deltanet", "", True, (24, 12, 4096)),
@@ -152,7 +153,10 @@ def test_the_runs_on_slimpajama_differ_in_the_data_alone(name):
     ],
 )
 def test_the_linear_runs_are_those_of_figure_17(name, mixer, canon_set, conv, sizes):
-    """On both corpora; they differ from Llama's in the architecture alone."""
+    """On both corpora; they differ from Llama's in the architecture alone.
+
+    One is without residual links, as section 7 recommends.
+    """
     llama = job_of("nope")
     jobs = (job_of(name), job_of(f"slimpajama_{name}"))
 
@@ -160,7 +164,7 @@ def test_the_linear_runs_are_those_of_figure_17(name, mixer, canon_set, conv, si
     for job in jobs:
         args = job.model_args
         assert (args.mixer, args.canon_set, args.mixer_conv) == (mixer, canon_set, conv)
-        assert (args.canon_residual, args.init) == (True, "paper")
+        assert (args.canon_residual, args.init) == (not name.endswith("_nores"), "paper")
         ffn_dim = 0 if args.ffn == "none" else args.ffn_dim
         assert (args.dim, args.num_layers, args.num_heads, ffn_dim) == (2048, *sizes)
 
@@ -181,6 +185,8 @@ def test_the_run_on_300b_tokens():
 
     assert tokens_of(job) == pytest.approx(301.5e9, 1e-3)
     assert job.training.seq_len == 4096
+    # the stream of the other runs on SlimPajama has a third of these tokens
+    assert job.data.path == "data/slimpajama_300m"
     args = job.model_args
     assert (args.dim, args.num_heads, args.ffn_dim) == (2304, 24, 6144)
 
@@ -209,6 +215,16 @@ def test_the_custom_run():
     args = job_of("custom_canon_162m").model_args
     assert (args.num_layers, args.dim, args.num_heads, args.ffn_dim) == (16, 768, 8, 2048)
     assert (args.position, args.canon_set, args.qk_norm) == ("nope", "A", "per_head")
+
+
+def test_the_baseline_of_the_custom_run_differs_in_what_its_report_lists():
+    custom = job_of("custom_canon_162m")
+    baseline = job_of("custom_llama_162m")
+
+    listed = {"position": "rope", "canon_set": "", "qk_norm": "none"}
+    assert baseline.model_args == replace(custom.model_args, **listed)
+    for section in ("training", "optimizer", "lr_scheduler", "data", "loss", "validation"):
+        assert getattr(baseline, section) == getattr(custom, section)
 
 
 @cache
@@ -482,6 +498,7 @@ STATED = {
     "playground/base/capo": "tie_embeddings name exposures loss_on lr weight_decay",
     "slimpajama_300b": "flavor global_batch_size steps",
     "custom_canon_162m": "flavor vocab_size position canon_set qk_norm",
+    "custom_llama_162m": "position canon_set qk_norm",
     "tiny/llama": "flavor vocab_size position canon_set path seq_len global_batch_size lr "
     "warmup_steps decay_steps decay_type min_lr_factor",
 }
@@ -527,3 +544,7 @@ def test_the_nine_runs_of_the_tiny_stories_ablation():
         assert schedule.min_lr_factor == pytest.approx(0.1)
         assert job.optimizer.lr == 1e-3
         assert (job.training.global_batch_size, job.training.seq_len) == (32, 512)
+        # one epoch of a tenth of the stories, a story a window
+        assert job.data.order == "documents"
+        num_stories = job.training.steps * job.training.global_batch_size
+        assert num_stories == pytest.approx(2_119_719 / 10, abs=32)

@@ -93,6 +93,7 @@ _shtab_canon_playground_commands() {
 
 _shtab_canon_run_commands() {
   local _commands=(
+    costs:'Print held-out loss, tokens per second and memory of architectures, and what they cost over the first one. Runs that differ in seeds are one row, at the best learning rate.'
     diff:'Compare two run folders: identity, data, config, code, packages, environment, and the first steps at which their data and losses differ. Values of one run or job (its folder, job ids, world size) are ignored. Exit code 0: same; 1: different; 2: error.'
     export:'Copy log.jsonl and evaluations of a run to wandb or TensorBoard: one curve over all launches, which replaces earlier copies.'
     plot:'Plot the curves of runs on one HTML page that works offline. Runs that differ in their seeds only are drawn as mean and band.'
@@ -224,7 +225,7 @@ _shtab_canon_data_defaults_added=0
 
 _shtab_canon_data_build_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
-  "--source[stdlib, fineweb-edu, slimpajama, local]:NAME:"
+  "--source[stdlib, fineweb-edu, slimpajama, tinystories, tinystories-validation, local]:NAME:"
   "--files[files or folders\: a copy of the source, or those of \`local\` (.jsonl .jsonl.gz .jsonl.zst .ndjson .ndjson.gz .ndjson.zst .json .json.gz .json.zst .parquet .txt)]:PATH:_files"
   "--tokenizer[train a SentencePiece BPE tokenizer with vocab_size N on the training documents, or load the SentencePiece tokenizer.model or HF tokenizer.json at PATH]:train:N|PATH:_files"
   "--out[a new folder, or one to resume]:DIR:_files"
@@ -261,7 +262,7 @@ _shtab_canon_data_show_options=(
   "--window[sample I of a run (of a mixture\: one drawn from this folder)]:I:"
   "--seed[the run\'s data.data_seed (default\: 0)]:S:"
   "--seq-len[the run\'s training.seq_len (default\: 4096)]:T:"
-  "--order[the run\'s data.order (default\: random)]:order:(random permute)"
+  "--order[the run\'s data.order (default\: random)]:order:(random permute documents)"
   "--split[default\: train]:split:(train validation)"
   "--ids[print the token ids as well]"
   ":the --out of a build:_files"
@@ -561,6 +562,15 @@ _shtab_canon_run_options=(
 
 # guard to ensure default positional specs are added only once per session
 _shtab_canon_run_defaults_added=0
+
+_shtab_canon_run_costs_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--json[print one JSON document]"
+  "(*):run folders, folders of runs, or patterns\; the baseline first:_files"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_canon_run_costs_defaults_added=0
 
 _shtab_canon_run_diff_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
@@ -882,7 +892,7 @@ _shtab_canon_train_options=(
   "--data.path[folder written by canon data build]:data.path:_files"
   "--data.paths[several of them, mixed by --data.weights NUMBER ...]:data.paths:_files"
   "--data.weights[data.weights]:data.weights:"
-  "--data.order[random (with replacement), or permute (once per epoch)]:data.order:(random permute)"
+  "--data.order[random (with replacement)\; permute, documents (once per epoch)]:data.order:(random permute documents)"
   "--data.data_seed[seed of the sample order]:data.data_seed:"
   "--data.read_ahead[data.read_ahead]:data.read_ahead:"
   "--data.task.name[instead\: a synthetic task\; also .n, .k, ... (--help-all)]:data.task.name:(automata brevo1 brevo2 capo copy depo1 depo2 lano mano mqar state)"
@@ -1160,6 +1170,7 @@ _shtab_canon_run() {
       (( CURRENT += 1 ))
       curcontext="${curcontext%:*:*}:_shtab_canon_run-$line[1]:"
       case $line[1] in
+        costs) _arguments -C -s $_shtab_canon_run_costs_options ;;
         diff) _arguments -C -s $_shtab_canon_run_diff_options ;;
         export) _arguments -C -s $_shtab_canon_run_export_options ;;
         plot) _arguments -C -s $_shtab_canon_run_plot_options ;;

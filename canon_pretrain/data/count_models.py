@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from canon_pretrain.data.held_out import open_held_out, windows
+from canon_pretrain.data.held_out import open_held_out, split_windows
 from canon_pretrain.data.mixture import Mixture
+from canon_pretrain.data.sampler import Order
 from canon_pretrain.data.shards import TokenShards
 
 # Limits of `count_losses`: half a CPU second and 170 MB with vocabularies of 1,024 and 32,000.
@@ -67,12 +68,16 @@ class CountModels:
         return -np.array(log_likelihoods)
 
     def score(
-        self, split: TokenShards, window_tokens: int, limit: int | None = None
+        self,
+        split: TokenShards,
+        window_tokens: int,
+        limit: int | None = None,
+        order: Order = "random",
     ) -> tuple[np.ndarray, int]:
         """Return the summed nats of both models and the tokens, over `limit` windows or all."""
         nats = np.zeros(2)
         num_tokens = 0
-        for offset, size in windows(split.num_tokens, window_tokens, limit):
+        for offset, size in split_windows(split, window_tokens, order, limit):
             nats += self.nats(split.read(offset, size))
             num_tokens += size - 1
         return nats, num_tokens
@@ -92,8 +97,8 @@ def count_losses(text: Mixture) -> CountLosses | None:
     """Return the losses of models counted on `text` on its held-out splits; None if one is missing.
 
     Sources are counted and scored by their shares, each at most once. Up to COUNTED_TOKENS and
-    SCORED_TOKENS, the losses are those of the suite `validation`. The shards are opened again, so
-    that another thread may read `text`. Raises ShardError.
+    SCORED_TOKENS, the losses are those of the suite `validation`, unless its windows are documents.
+    The shards are opened again, so that another thread may read `text`. Raises ShardError.
     """
     held_out = [open_held_out(source.folder.parent) for source in text.sources]
     splits = [split for split in held_out if split is not None]

@@ -1,6 +1,7 @@
 """The held-out split, cut into windows for the trainer and `--suite validation`.
 
-Each token but the first is predicted once: windows of `seq_len + 1` tokens overlap by one.
+Each token but the first is predicted once: windows of `seq_len + 1` tokens overlap by one. A run
+that trains on one document per window is scored on such windows: the first tokens of a document.
 """
 
 import math
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
+from canon_pretrain.data.sampler import Order
 from canon_pretrain.data.shards import ShardError, TokenShards
 
 FOLDER = "validation"
@@ -45,13 +47,36 @@ def count_windows(num_tokens: int, seq_len: int) -> int:
 
 def windows(num_tokens: int, seq_len: int, limit: int | None = None) -> Iterator[tuple[int, int]]:
     """Yield (offset, count) of the windows in order, or of `limit` evenly spaced ones."""
-    num_windows = count_windows(num_tokens, seq_len)
-    num_chosen = num_windows
-    if limit is not None:
-        num_chosen = min(limit, num_windows)
-    for k in range(num_chosen):
-        offset = k * num_windows // num_chosen * seq_len
+    for number in _evenly_spaced(count_windows(num_tokens, seq_len), limit):
+        offset = number * seq_len
         yield offset, min(seq_len + 1, num_tokens - offset)
+
+
+def split_windows(
+    split: TokenShards, seq_len: int, order: Order, limit: int | None = None
+) -> Iterator[tuple[int, int]]:
+    """Yield (offset, count) of a split's windows as a run in this order has them; see `windows`."""
+    if order != "documents":
+        yield from windows(split.num_tokens, seq_len, limit)
+        return
+    for number in _evenly_spaced(split.num_documents, limit):
+        start, end = split.document(number)
+        if end - start > 1:  # else there is no token to predict
+            yield start, min(seq_len + 1, end - start)
+
+
+def count_split_windows(split: TokenShards, seq_len: int, order: Order) -> int:
+    """Return the number of windows of `split_windows`, at most."""
+    if order == "documents":
+        return split.num_documents
+    return count_windows(split.num_tokens, seq_len)
+
+
+def _evenly_spaced(size: int, limit: int | None) -> Iterator[int]:
+    """Yield the numbers below `size`, or `limit` of them at equal distances."""
+    num_chosen = size if limit is None else min(limit, size)
+    for k in range(num_chosen):
+        yield k * size // num_chosen
 
 
 def divide_windows(total: int, shares: Sequence[Fraction], available: Sequence[int]) -> list[int]:

@@ -44,9 +44,8 @@ class Windows(Protocol):
     def names(self) -> Sequence[str]:
         """The names of the sources."""
 
-    @property
-    def is_masked(self) -> bool:
-        """Whether labels are ignored: a token that is none is stored as its complement, ~id."""
+    def is_masked(self, order: Order) -> bool:
+        """Return whether labels are ignored: a token that is none is stored as ~id."""
 
     def check(self, order: str, seq_len: int) -> None:
         """Raise UserError if there are no such windows."""
@@ -106,7 +105,7 @@ class BatchLoader:
 
         self._data = Mixture([data]) if isinstance(data, TokenShards) else data
         self._data.check(order, seq_len)
-        self.is_masked = self._data.is_masked
+        self.is_masked = self._data.is_masked(order)
         self.source_names = self._data.names
         self._order = order
         self._seed = data_seed

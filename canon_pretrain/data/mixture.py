@@ -23,6 +23,7 @@ from canon_pretrain.data.sampler import (
     Order,
     check_length,
     offset_of_word,
+    permuted,
     permuted_offset,
     philox_blocks,
 )
@@ -50,19 +51,17 @@ def thresholds(shares: Sequence[Fraction]) -> np.ndarray:
 
 
 def check_order(order: str, num_sources: int) -> None:
-    """Raise UserError for an unknown order, or "permute" with several sources."""
+    """Raise UserError for an unknown order, or one that visits all windows of several sources."""
     check_choice("data.order", order, typing.get_args(Order))
-    if order == "permute" and num_sources > 1:
+    if order != "random" and num_sources > 1:
         raise UserError(
             "data.order",
-            "data.order = 'permute' takes one folder; use 'random' for a weighted mixture",
+            f"data.order = {order!r} takes one folder; use 'random' for a weighted mixture",
         )
 
 
 class Mixture(AbstractContextManager["Mixture"]):
     """Training splits and their shares; a single one keeps its fingerprint. Raises UserError."""
-
-    is_masked = False
 
     def __init__(
         self,
@@ -111,6 +110,9 @@ class Mixture(AbstractContextManager["Mixture"]):
         """Return the source index of each of `random_words`, uint64 [n]; int64 [n]."""
         return np.searchsorted(self._thresholds, random_words, side="right")
 
+    def is_masked(self, order: Order) -> bool:
+        return order == "documents"
+
     def check(self, order: str, seq_len: int) -> None:
         check_order(order, len(self.sources))
         for source in self.sources:
@@ -120,6 +122,9 @@ class Mixture(AbstractContextManager["Mixture"]):
         self, seed: int, samples: range, rank_samples: slice, order: Order, seq_len: int
     ) -> tuple[np.ndarray, list[int]]:
         """Return the windows `samples[rank_samples]`, and the windows of `samples` per source."""
+        if order == "documents":
+            return self._read_documents(seed, samples[rank_samples], seq_len), [len(samples)]
+
         draws, counts = self._draw(seed, samples, rank_samples, order, seq_len)
         batch = np.empty((len(draws), seq_len + 1), dtype=np.int64)
         for window, (source, offset) in zip(batch, draws, strict=True):
@@ -150,6 +155,18 @@ class Mixture(AbstractContextManager["Mixture"]):
             source = sources[index]
             draws.append((source, offset_of_word(word, source.num_tokens, seq_len)))
         return draws, np.bincount(indices, minlength=len(sources)).tolist()
+
+    def _read_documents(self, seed: int, samples: range, seq_len: int) -> np.ndarray:
+        """Return the document of each sample, cut to the window or padded; int64 [n, seq_len + 1].
+
+        Padding is ~EOS: no label, and after all that is one.
+        """
+        source = self.sources[0]
+        batch = np.full((len(samples), seq_len + 1), ~source.eos_id, dtype=np.int64)
+        for window, i in zip(batch, samples, strict=True):
+            start, end = source.document(permuted(seed, i, source.num_documents))
+            source.read_into(window[: end - start], start)
+        return batch
 
     def close(self) -> None:
         """Close the files; reading opens them again."""

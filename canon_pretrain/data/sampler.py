@@ -1,11 +1,13 @@
 """The window of sample i of a run: a pure function of (seed, i), without state.
 
-Any rank at any world size and step computes the same window. Two orders:
+Any rank at any world size and step computes the same window. Three orders:
 
 - "random": windows at any offset, drawn with replacement, as in the paper (appendix B). 100B tokens
   drawn from 116B see 58 % of them at least once.
 - "permute": the stream is cut into windows of seq_len; each is seen once per epoch, in a new order
   each epoch.
+- "documents": a window is one document, cut after seq_len + 1 tokens or padded without labels; each
+  is seen once per epoch, in a new order each epoch.
 """
 
 from functools import lru_cache
@@ -16,7 +18,7 @@ import numpy as np
 
 from canon_pretrain.core.errors import UserError
 
-Order = Literal["random", "permute"]
+Order = Literal["random", "permute", "documents"]
 
 _MASK = (1 << 64) - 1
 
@@ -60,8 +62,13 @@ def permuted_offset(seed: int, i: int, num_tokens: int, seq_len: int) -> int:
     """Return the offset of sample `i` in order "permute"; the last tokens may be in no window."""
     check_length(num_tokens, seq_len)
     windows = (num_tokens - 1) // seq_len
-    epoch, place = divmod(i, windows)
-    return _permute(place, windows, _round_keys(seed, epoch)) * seq_len
+    return permuted(seed, i, windows) * seq_len
+
+
+def permuted(seed: int, i: int, size: int) -> int:
+    """Return which of `size` windows or documents sample `i` is: each once per epoch."""
+    epoch, place = divmod(i, size)
+    return _permute(place, size, _round_keys(seed, epoch))
 
 
 @lru_cache(maxsize=16)

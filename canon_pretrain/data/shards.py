@@ -243,6 +243,8 @@ class TokenShards(AbstractContextManager["TokenShards"]):
         self.tokenizer_sha256 = manifest.tokenizer_sha256
         self._manifest = manifest
         self._starts = [shard.entry.first_token for shard in shards]
+        self._first_documents = [shard.entry.first_document for shard in shards]
+        self._boundaries: dict[int, np.ndarray] = {}
         self._blocks = BlockReader(folder, dtype_for(self.vocab_size))
 
     @classmethod
@@ -301,6 +303,20 @@ class TokenShards(AbstractContextManager["TokenShards"]):
             self._blocks.read(entry.name, shard.files, start, piece)
             done += num_read
             index += 1
+
+    def document(self, number: int) -> tuple[int, int]:
+        """Return the first token of document `number`, from 0, and its exclusive end.
+
+        The ends of all documents of its shard stay in memory, 8 bytes each. Raises ShardError.
+        """
+        index = bisect_right(self._first_documents, number) - 1
+        if index not in self._boundaries:
+            shard = self.shards[index]
+            ends = np.append(0, shard.document_ends())
+            self._boundaries[index] = ends + shard.entry.first_token
+        place = number - self._first_documents[index]
+        start, end = self._boundaries[index][place : place + 2].tolist()
+        return start, end
 
     def document_ends(self) -> np.ndarray:
         """Return the exclusive document ends in the whole stream, int64 [num_documents]."""

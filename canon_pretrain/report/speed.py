@@ -21,8 +21,7 @@ def speed_ratio(baseline: Sequence[RunRecord], others: Sequence[RunRecord]) -> f
 
     None if it is not known, if not all runs had the same machine, or if they were disturbed.
     """
-    machines = [_machine(run.folder) for run in (*baseline, *others)]
-    if _common_machine(machines) is None:
+    if not same_machine([*baseline, *others]):
         return None
 
     # Each side's median over its seeds of each run's median over its steps.
@@ -30,7 +29,7 @@ def speed_ratio(baseline: Sequence[RunRecord], others: Sequence[RunRecord]) -> f
     for side in (baseline, others):
         speeds = []
         for run in side:
-            speed = _median_speed(run)
+            speed = median_speed(run)
             if speed is None:
                 return None
             speeds.append(speed)
@@ -46,6 +45,11 @@ def speed_sentence(ratio: float | None, baseline: str) -> str | None:
     if ratio is None:
         return None
     return f"Speed: {ratio:.2f} of the tokens per second of {baseline}, median over steps."
+
+
+def same_machine(runs: Sequence[RunRecord]) -> bool:
+    """Return whether all launches of the runs were on one known machine, with equal ranks."""
+    return _common_machine([_machine(run.folder) for run in runs]) is not None
 
 
 def _machine(folder: RunFolder) -> Machine | None:
@@ -74,7 +78,7 @@ def _common_machine(machines: Sequence[Machine | None]) -> Machine | None:
     return machines[0]
 
 
-def _median_speed(run: RunRecord) -> float | None:
+def median_speed(run: RunRecord) -> float | None:
     """Return the median of the logged tokens per second; None if there are none."""
     curve = run.curve("tokens_per_second")
     if curve is None:

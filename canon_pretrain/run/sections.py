@@ -68,9 +68,10 @@ class Data:
     """Instead of `path`: several such folders, sampled by `weights`."""
     weights: list[float] = field(default_factory=list)
     """Relative sampling weight of each of `paths`: [7, 3] is [0.7, 0.3]."""
-    order: Identity[Literal["random", "permute"]] = "random"
+    order: Identity[Literal["random", "permute", "documents"]] = "random"
     """random: windows at random offsets, with replacement (as in the paper). permute: each window
-    once per epoch, reshuffled every epoch; one folder only."""
+    once per epoch, reshuffled every epoch; one folder only. documents: the same, of windows with
+    one document each, cut at training.seq_len or padded; tokens/s count the padding."""
     data_seed: Identity[Annotated[int, Limits(ge=0, lt=1 << 64)]] = 0
     """Seed of the sample order: window i of a run is a function of (data_seed, i)."""
     read_ahead: Size = 8

@@ -309,11 +309,12 @@ def on_meta(args: ModelArgs) -> Transformer:
 
 @dataclass(frozen=True)
 class Draws:
-    """The tokens that a whole run draws from one source, on average over data seeds."""
+    """What a whole run draws from one source, on average over data seeds: tokens, or documents."""
 
     source: str
     drawn: int
     available: int
+    unit: str = "tokens"
 
     @property
     def epochs(self) -> float:
@@ -321,12 +322,17 @@ class Draws:
 
     def text(self) -> str:
         precision = ",.1f" if self.epochs >= 10 else ".2g"
-        tokens = f"{self.drawn:,} tokens drawn of {self.available:,}"
-        return f"{self.epochs:{precision}} of {self.source} ({tokens})"
+        draws = f"{self.drawn:,} {self.unit} drawn of {self.available:,}"
+        return f"{self.epochs:{precision}} of {self.source} ({draws})"
 
 
 def count_draws(job: CanonJobConfig, data: Mixture) -> list[Draws]:
     """Return the draws of training.steps steps from each source of `data`."""
+    if job.data.order == "documents":  # a window each, of one folder
+        documents = job.training.steps * job.training.global_batch_size
+        available = data.sources[0].num_documents
+        return [Draws(data.names[0], documents, available, unit="documents")]
+
     tokens = job.training.steps * job.tokens_per_step
     return [
         Draws(

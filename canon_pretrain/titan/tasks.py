@@ -13,7 +13,6 @@ class TaskWindows:
     """The windows of `task`: its `seq_len` tokens, and one ignored label."""
 
     task: Task
-    is_masked = True
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -22,6 +21,9 @@ class TaskWindows:
     @property
     def fingerprint(self) -> str:
         return self.task.fingerprint
+
+    def is_masked(self, order: Order) -> bool:
+        return True
 
     def check(self, order: str, seq_len: int) -> None:
         assert seq_len == self.task.seq_len, (seq_len, self.task.seq_len)

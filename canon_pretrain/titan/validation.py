@@ -24,10 +24,10 @@ from torchtitan.tools.utils import device_type
 from canon_pretrain.core.files import UnreadableFile
 from canon_pretrain.data.held_out import (
     HeldOutLoss,
-    count_windows,
+    count_split_windows,
     divide_windows,
     held_out_loss,
-    windows,
+    split_windows,
 )
 from canon_pretrain.data.mixture import exact_weight, short_names
 from canon_pretrain.data.shards import TokenShards
@@ -72,7 +72,7 @@ def _window_counts(job: CanonJobConfig, sources: Sequence[TokenShards | None]) -
     weights = []
     for source, share in zip(sources, shares, strict=True):
         if source is not None:
-            available.append(count_windows(source.num_tokens, job.training.seq_len))
+            available.append(count_split_windows(source, job.training.seq_len, job.data.order))
             weights.append(exact_weight(share))
 
     total = num_windows(job)
@@ -134,8 +134,8 @@ class CanonValidator(BaseValidator):
             self._bytes_per_token = [source.num_bytes / source.num_tokens for source in sources]
             all_windows = []
             for index, limit in enumerate(_window_counts(job, parts)):
-                num_tokens = sources[index].num_tokens
-                for offset, count in windows(num_tokens, length - 1, limit):
+                chosen = split_windows(sources[index], length - 1, job.data.order, limit)
+                for offset, count in chosen:
                     all_windows.append(_Window(index, offset, count))
 
         # Compiled blocks run in the shape of training; others may have fewer rows.

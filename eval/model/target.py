@@ -20,6 +20,7 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import read_json, sha256_file
 from canon_pretrain.data.held_out import open_held_out, open_validation
 from canon_pretrain.data.mixture import Mixture
+from canon_pretrain.data.sampler import Order
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer
 from canon_pretrain.hf.export import RECORD
@@ -46,6 +47,7 @@ class EvalTarget:
     train: TokenShards | None = None
     held_out: TokenShards | None = None
     recorded_held_out: str | None = None
+    order: Order = "random"  # of training: documents are scored in windows of their own
     trained_on: dict[str, Any] = field(default_factory=dict)  # the run's identity
 
     @classmethod
@@ -322,6 +324,7 @@ def _open_checkpoint(
         train=recorded.open_train(data, run),
         held_out=recorded.open_held_out(data, held_out),
         recorded_held_out=identity.get("held_out_fingerprint"),
+        order=identity.get("data.order", "random"),
     )
 
 
@@ -334,6 +337,7 @@ def _open_export(export: Path, data: Path | None, held_out: Path | None) -> Eval
         train = TokenShards.open(data / "train")
         held_out_shards = open_held_out(data) if held_out is None else open_validation(held_out)
 
+    identity = record.get("identity") or {}
     target = EvalTarget(
         checkpoint=export.resolve(),
         folder=None,
@@ -342,7 +346,8 @@ def _open_export(export: Path, data: Path | None, held_out: Path | None) -> Eval
         data=data,
         train=train,
         held_out=held_out_shards,
-        trained_on=record.get("identity") or {},
+        order=identity.get("data.order", "random"),
+        trained_on=identity,
     )
 
     # Else the model would read ids of another vocabulary.

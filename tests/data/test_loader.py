@@ -1,6 +1,7 @@
 """The order of samples, mixtures, and the loader at any world size and through resumes."""
 
 from fractions import Fraction
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from canon_pretrain.data.loader import BatchLoader, samples_digest
 from canon_pretrain.data.mixture import Mixture, exact_weight, thresholds
-from canon_pretrain.data.sampler import permuted_offset, philox_blocks
+from canon_pretrain.data.sampler import permuted, permuted_offset, philox_blocks
 from canon_pretrain.data.shard_writer import write_shards
 from canon_pretrain.data.shards import TokenShards
 from tests.corpora import flip
@@ -21,6 +22,7 @@ SEQ_LEN = 16
 GLOBAL_BATCH = 12
 STEPS = 10
 WEIGHTS = (0.2, 0.7, 0.1)
+EOS = 2
 
 
 def philox(seed, sample, words):
@@ -43,6 +45,8 @@ def test_first_values_are_pinned():
     assert offsets == [35743023104, 47157264384, 64071282688]
     offsets_of_few = [permuted_offset(0, i, 100, 9) for i in range(11)]
     assert offsets_of_few == [36, 81, 0, 45, 18, 9, 90, 27, 54, 63, 72]
+    documents = [permuted(1337, i, 2_119_719) for i in (0, 1, 2_119_719)]
+    assert documents == [1528900, 2106758, 1530200]
 
 
 @pytest.mark.parametrize("seed", [0, 1337, LARGEST])
@@ -85,9 +89,21 @@ def folders(tmp_path_factory):
         tokens = 100 * k + np.random.default_rng(k).integers(0, 100, length)
         documents = np.split(tokens, 10)
         folder = base / f"source{k}"
-        write_shards(folder / "train", documents, vocab_size=500, eos_id=2, max_shard_tokens=300)
+        write_shards(folder / "train", documents, vocab_size=500, eos_id=EOS, max_shard_tokens=300)
         folders.append(folder)
     return folders
+
+
+@pytest.fixture(scope="module")
+def stories(tmp_path_factory):
+    """Return a data folder of documents with fewer and more tokens than a window, in shards."""
+    folder = tmp_path_factory.mktemp("stories")
+    rng = np.random.default_rng(9)
+    documents = [rng.integers(3, 500, length) for length in (*range(1, 2 * SEQ_LEN), *range(4, 18))]
+    for document in documents:
+        document[-1] = EOS
+    write_shards(folder / "train", documents, vocab_size=500, eos_id=EOS, max_shard_tokens=200)
+    return folder
 
 
 def write(folder, k, **changed):
@@ -176,14 +192,18 @@ def test_the_same_source_twice_is_refused(tmp_path):
 
 
 @pytest.fixture
-def opened(folders, request):
+def opened(folders, stories, request):
     """Return a function that opens the data, and the order of its samples."""
+    if request.param == "documents":
+        return lambda: Mixture.open([stories]), request.param
     if request.param == "mixture":
         return lambda: Mixture.open(folders, WEIGHTS), "random"
     return lambda: Mixture.open(folders[:1]), request.param
 
 
-all_kinds = pytest.mark.parametrize("opened", ["random", "permute", "mixture"], indirect=True)
+all_kinds = pytest.mark.parametrize(
+    "opened", ["random", "permute", "documents", "mixture"], indirect=True
+)
 
 
 def loaders(data, world, local_batch=1, **changed):
@@ -226,6 +246,13 @@ def expected(mixture, order):
         offset_word, source_word = philox(SEED, i, words=2)
         source = source_by_formula(source_word) if len(streams) > 1 else 0
         stream = streams[source]
+        if order == "documents":
+            documents = np.split(stream, mixture.sources[0].document_ends()[:-1])
+            row = documents[permuted(SEED, i, len(documents))][: SEQ_LEN + 1]
+            row = [*row, *[~EOS] * (SEQ_LEN + 1 - len(row))]
+            rows.append(np.array(row))
+            sources.append(0)
+            continue
         if order == "permute":
             offset = permuted_offset(SEED, i, len(stream), SEQ_LEN)
         else:
@@ -251,8 +278,40 @@ def test_order_is_the_formula_at_every_world_size(opened, world, local):
         sources_so_far = sources[: (k + 1) * GLOBAL_BATCH]
         counts = [SEQ_LEN * sources_so_far.count(source) for source in range(num_sources)]
         assert all(loader.source_tokens == counts for loader in ranks)
-    assert ranks[0].source_names == ("source0", "source1", "source2")[:num_sources]
+    assert ranks[0].source_names == tuple(data().names)
     assert min(counts) > 0
+
+
+def test_documents_are_seen_once_per_epoch_in_windows_of_their_own(stories):
+    """Labels are those of the document, without its first token and what the window cuts off."""
+    with TokenShards.open(stories / "train") as shards:
+        ends = shards.document_ends().tolist()
+        stream = shards.read(0, shards.num_tokens).tolist()
+    documents = [stream[start:end] for start, end in pairwise([0, *ends])]
+    size = len(documents)
+    options = {"order": "documents", "global_batch_size": size}
+    (loader,) = loaders(lambda: Mixture.open([stories]), 1, size, **options)
+    assert loader.is_masked
+
+    epochs = []
+    for _ in range(3):
+        batch = loader.next_batch()
+        is_label = batch >= 0
+        inputs = np.where(is_label, batch, ~batch)
+        rows = []
+        for row, labels in zip(inputs.tolist(), is_label.tolist(), strict=True):
+            num_tokens = sum(labels)
+            assert labels == [True] * num_tokens + [False] * (SEQ_LEN + 1 - num_tokens)
+            assert set(row[num_tokens:]) <= {EOS}
+            rows.append(row[:num_tokens])
+        assert sorted(rows) == sorted(document[: SEQ_LEN + 1] for document in documents)
+        epochs.append(rows)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+    # of the other orders, every token but the first is a label
+    for order in ("random", "permute"):
+        (other,) = loaders(lambda: Mixture.open([stories]), 1, 4, order=order)
+        assert not other.is_masked
 
 
 @all_kinds
@@ -284,6 +343,7 @@ def test_resume_at_other_world_sizes(opened):
         ("fingerprint", "0" * 64),
         ("seed", 8),
         ("mode", "permute"),
+        ("mode", "documents"),
         ("seq_len", 32),
         ("global_batch", 24),
     ],
@@ -319,6 +379,7 @@ def test_a_changed_state_is_refused_unless_allowed(folders, field, value):
         ({"seq_len": 900}, "data.too_short"),
         ({"order": "shuffle"}, "config.unknown_choice"),
         ({"order": "permute"}, "data.order"),
+        ({"order": "documents"}, "data.order"),
     ],
     ids=str,
 )

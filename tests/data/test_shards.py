@@ -4,6 +4,7 @@ import json
 import os
 import tempfile
 import zlib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,11 @@ def test_round_trip(lengths, max_shard_tokens, vocab_size, data):
             assert shards.num_documents == len(documents)
             assert shards.num_bytes == sum(lengths)
             assert shards.vocab_size == vocab_size
-            assert shards.document_ends().tolist() == np.cumsum(lengths).tolist()
+            ends = np.cumsum(lengths).tolist()
+            assert shards.document_ends().tolist() == ends
+            # in any order, so that each shard's ends are read when they are needed
+            spans = [shards.document(number) for number in reversed(range(len(ends)))]
+            assert spans[::-1] == list(pairwise([0, *ends]))
             for _ in range(5):
                 offset = data.draw(st.integers(0, len(stream)))
                 count = data.draw(st.integers(0, len(stream) - offset))

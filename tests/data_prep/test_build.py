@@ -9,6 +9,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import sentencepiece
 import zstandard
@@ -269,6 +271,29 @@ def test_groups_and_repaired_texts_are_counted(tmp_path):
     }
     assert record["repaired"] == {"lone surrogate": 2}
     assert record["skipped"] == {"empty": 2}
+
+
+def test_tiny_stories_as_the_ablation_has_them(tmp_path):
+    """Files of the dataset's schema: a document per story, in order, up to the limit."""
+    mirror = tmp_path / "mirror" / "data"
+    mirror.mkdir(parents=True)
+    stories = []
+    for file in range(2):
+        texts = [f"{file}.{n} One day, Lily saw a cat.\n" * (n % 3) for n in range(7)]
+        name = f"train-0000{file}-of-00002-{file:016x}.parquet"
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), mirror / name)
+        stories += [text for text in texts if text]  # one without text is no document
+    name = f"validation-00000-of-00001-{9:016x}.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["The end.", "Another."]}), mirror / name)
+    model = write_tokenizer(tmp_path / "tokenizer.model")
+
+    for source, out, limit in (("tinystories", "a", 6), ("tinystories-validation", "b", 1)):
+        words = f"build --source {source} --holdout 0 --max-documents {limit}"
+        paths = ["--files", mirror, "--tokenizer", model, "--out", tmp_path / out]
+        main([*words.split(), *map(str, paths)])
+
+    assert stored_texts(tmp_path / "a") == stories[:6]
+    assert stored_texts(tmp_path / "b") == ["The end."]
 
 
 # ---- training a tokenizer

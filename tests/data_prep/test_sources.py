@@ -109,6 +109,23 @@ def test_a_copy_is_the_same_from_any_of_its_folders(tmp_path):
     assert paths(select("fineweb-edu", [elsewhere])) == ["000_00000.parquet", "000_00001.parquet"]
 
 
+STORIES = [f"data/train-0000{i}-of-00004-{i}d5a1467fff1081b.parquet" for i in range(4)]
+STORIES_OF_VALIDATION = "data/validation-00000-of-00001-869c898b519ad725.parquet"
+
+
+def test_tiny_stories_are_four_files_and_one_of_validation(tmp_path):
+    mirror = make(tmp_path, "README.md", "TinyStories-train.txt", STORIES_OF_VALIDATION, *STORIES)
+    make(tmp_path, "default/train/0000.parquet")
+
+    for folder in (mirror, mirror / "data"):
+        stories = select("tinystories", [folder])
+        assert paths(stories) == STORIES
+        assert (stories.text_field, stories.group_field, stories.unit_files) == ("text", None, 1)
+        assert paths(select("tinystories-validation", [folder])) == [STORIES_OF_VALIDATION]
+    with refused("input.wrong_files"):
+        select("tinystories", [mirror / "default"])
+
+
 COMMIT = "1" * 40
 OTHER = "2" * 40
 
@@ -287,6 +304,25 @@ def test_listing_and_download(hub, files, tmp_path):
     mirror = select("fineweb-edu", [root])
     assert (mirror.version, mirror.root) == (FINEWEB.commit, root)
     assert [str(source_input) for source_input in mirror.inputs] == expected[1:3]
+
+
+@pytest.mark.system
+def test_tiny_stories_are_those_of_the_pinned_commit(tmp_path):
+    """Each of the two sources lists and downloads its own files of the dataset's folder."""
+    source = HUB_SOURCES["tinystories"]
+    files = {name: name.encode() for name in (*STORIES, STORIES_OF_VALIDATION, "data/x.txt")}
+    root = tmp_path / f"hub/datasets--roneneldan--TinyStories/snapshots/{source.commit}"
+    with FakeHub({source.repo: {source.commit: files, MOVED: {}}}) as server:
+        for name, expected in (
+            ("tinystories", STORIES),
+            ("tinystories-validation", [STORIES_OF_VALIDATION]),
+        ):
+            step = f"s = select(SourceOptions('{name}')); print(*[i.path for i in s.inputs])"
+            assert " ".join(expected) in run(tmp_path, server.url, step, FETCH.format(":"))
+        server.shutdown()
+    for name in (*STORIES, STORIES_OF_VALIDATION):
+        assert (root / name).read_bytes() == files[name]
+    assert not (root / "data/x.txt").exists()
 
 
 @pytest.mark.system

@@ -161,7 +161,7 @@ def test_documents_are_shown_as_written(data):
         show_document(data, len(documents))
 
 
-@pytest.mark.parametrize("order", ["random", "permute"])
+@pytest.mark.parametrize("order", ["random", "permute", "documents"])
 def test_windows_are_those_of_the_loader(data, order):
     with TokenShards.open(data / "train") as shards:
         loader = BatchLoader(
@@ -173,12 +173,14 @@ def test_windows_are_those_of_the_loader(data, order):
     for sample, window in enumerate(windows):
         shown = show_window(data, sample, 7, seq_len=60, order=order, ids=True)
 
+        window = [token for token in window if token >= 0]  # without padding
         assert ids_of(shown) == window
         assert shown.count("-- EOS (2)") == window.count(2)
         match = re.search(r"tokens ([\d,]+) to ([\d,]+) ", shown)
         assert match
         first, last = (int(number.replace(",", "")) for number in match.groups())
-        assert last - first == 60
+        assert last - first + 1 == len(window)
+        assert order == "documents" or len(window) == 61
         first_document, last_document = np.searchsorted(ends, [first, last], side="right")
         numbers = [int(n) for n in re.findall(r"^== document (\d+):", shown, re.MULTILINE)]
         assert numbers == list(range(first_document, last_document + 1))

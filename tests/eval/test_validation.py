@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from canon_pretrain.core.terminal import Console
+from canon_pretrain.data.held_out import windows
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.hf.loading import load_model
 from canon_pretrain.model.args import FLAVORS
@@ -23,7 +24,7 @@ from canon_pretrain.run.results import (
 from eval.__main__ import main
 from eval.model.lm import CanonLM
 from eval.run import merge_tasks, print_results
-from eval.validation import METRICS, model_loss, relative_error, windows
+from eval.validation import METRICS, model_loss, relative_error
 from tests.support import command_error
 
 CPU = torch.device("cpu")

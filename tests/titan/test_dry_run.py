@@ -103,6 +103,12 @@ def test_epochs_over_each_source(data_folder, tmp_path, monkeypatch):
     assert plan.epochs == [first.text(), second.text()]
     assert all(text in note for text in plan.epochs)
 
+    # of windows with a document each, the documents are counted
+    job = job_of("debug", "--data.path", str(data_folder), "--data.order", "documents")
+    job.training.steps = 25
+    (text,) = plan_of(job, "h100", 1).epochs
+    assert text == f"3 of {data_folder.name} (300 documents drawn of 100)"
+
     # without data, and for a task, which has no end
     assert plan_of(job_of("debug"), "h100", 1).epochs == ["no data yet"]
     assert plan_of(job_of("playground/tiny/copy"), "h100", 1).epochs == []

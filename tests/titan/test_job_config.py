@@ -290,7 +290,10 @@ REFUSED = {
     "model.unknown_flavor": ["model.flavor 1b4"],
     "attention.unsupported": ["model.attention_backend flash_attn --model.position h_alibi"],
     "data.weights": ["data.paths a b --data.weights 1 0"],
-    "data.order": ["data.paths a b --data.weights 1 2 --data.order permute"],
+    "data.order": [
+        "data.paths a b --data.weights 1 2 --data.order permute",
+        "data.paths a b --data.weights 1 2 --data.order documents",
+    ],
 }
 
 

@@ -7,23 +7,37 @@ import os
 import shutil
 import time
 from dataclasses import replace
+from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from torchtitan.tools import utils as titan_utils
 
-from canon_pretrain.data.sampler import window_offset
+from canon_pretrain.data.sampler import permuted, window_offset
+from canon_pretrain.data.shard_writer import write_shards
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.model.args import flavor
 from canon_pretrain.model.counts import flops_per_token
 from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.results import read_results
 from canon_pretrain.titan import metrics
 from canon_pretrain.titan.device import CACHE_BYTES, check_compiler_cache
 from canon_pretrain.train import main
+from eval.__main__ import main as evaluate
 from eval.validation import baseline_losses
 from tests.fault_runs import flip, resumed_from
 from tests.ranks import assert_refused, assert_same_run, events, launch
-from tests.support import ROOT, VOCAB_SIZE, debug_run, error_codes, refused, train
+from tests.support import (
+    EOS_ID,
+    ROOT,
+    VOCAB_SIZE,
+    debug_run,
+    error_codes,
+    refused,
+    token_documents,
+    train,
+)
 
 GOLDEN = ROOT / "tests" / "golden" / "debug_losses.json"
 STEPS = 12
@@ -99,6 +113,63 @@ def test_a_recurrent_run_resumes_on_two_ranks_and_on_one(data_folder, tmp_path):
     assert_same_run(stopped, straight, step=STEPS)
     launch_run(elastic, ranks=1)
     assert_same_curves(elastic, straight)
+
+
+@pytest.mark.system
+def test_a_run_on_one_document_per_window(tmp_path):
+    """On two ranks, and resumed on one: the documents of the formula, in the order of (seed, i).
+
+    Its held-out loss is that of the suite `validation`, on documents too.
+    """
+    data = tmp_path / "data"
+    for split, seed, count in (("train", 100, 50), ("validation", 500, 9)):
+        lengths = [3 + 17 * n % 90 for n in range(count)]
+        documents = [token_documents(seed + n, 1, length)[0] for n, length in enumerate(lengths)]
+        num_bytes = [3 * length for length in lengths]
+        write_shards(
+            data / split,
+            documents,
+            vocab_size=VOCAB_SIZE,
+            eos_id=EOS_ID,
+            num_bytes=num_bytes,
+        )
+    straight = tmp_path / "straight"
+    elastic = tmp_path / "elastic"
+
+    def launch_run(run, *options, ranks):
+        launch(
+            *debug_run(data, run),
+            *("--data.order", "documents"),
+            *("--validation.windows", -1),
+            *options,
+            ranks=ranks,
+            output=tmp_path / "output",
+        )
+
+    launch_run(straight, ranks=2)
+    launch_run(elastic, "--run.stop_at", 5, ranks=3)
+    launch_run(elastic, ranks=1)
+
+    assert_same_curves(elastic, straight)
+    with TokenShards.open(data / "train") as shards:
+        ends = shards.document_ends().tolist()
+        stories = [shards.read(start, end - start) for start, end in pairwise([0, *ends])]
+    for step, digests in enumerate(curve(straight, "data_digests")):
+        total = 0
+        for i in range(12 * step, 12 * (step + 1)):
+            ids = stories[permuted(0, i, len(stories))][:65]
+            window = np.pad(ids, (0, 65 - len(ids)), constant_values=~EOS_ID)
+            sample_hash = hashlib.blake2b(window.astype("<i8").tobytes(), digest_size=8)
+            total += int.from_bytes(sample_hash.digest(), "little")
+        assert digests == [f"{total % 2**64:016x}"]
+
+    # the held-out documents: a label for each token but the first
+    (validated,) = events(straight, "validation")
+    assert validated["tokens_scored"] == sum(min(3 + 17 * n % 90, 65) - 1 for n in range(9))
+    evaluate(["run", "--checkpoint", str(straight), "--suite", "validation"])
+    (path,) = (straight / "evals/step-12/validation").glob("*/results.json")
+    scores = read_results(path).scores["validation"]
+    assert scores["nats_per_token"].value == pytest.approx(validated["loss"], rel=1e-6)
 
 
 def test_every_step_saw_the_same_token_ids_in_every_run(runs, data_folder):

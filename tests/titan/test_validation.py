@@ -3,7 +3,9 @@
 import dataclasses
 import math
 import shutil
+from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.held_out import divide_windows, windows
 from canon_pretrain.data.mixture import exact_weight
+from canon_pretrain.data.shard_writer import write_shards
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.hf.loading import load_model
 from canon_pretrain.machine.device import to_device
@@ -26,7 +29,15 @@ from eval.model.lm import CanonLM
 from eval.validation import model_loss
 from tests.fault_runs import flip
 from tests.ranks import assert_refused, assert_same_run, events, launch
-from tests.support import ROOT, debug_run, refused, write_split
+from tests.support import (
+    EOS_ID,
+    ROOT,
+    VOCAB_SIZE,
+    debug_run,
+    refused,
+    token_documents,
+    write_split,
+)
 
 CPU = torch.device("cpu")
 
@@ -193,6 +204,53 @@ def test_a_mixture_by_source_against_float64(data_folder, tmp_path, monkeypatch)
     finite, (nats, _) = first.measure(model)
     assert finite == first_sums[0]
     assert math.isnan(nats)
+
+
+def test_documents_are_scored_in_windows_of_their_own(tmp_path, monkeypatch):
+    """As eval does, and as an explicit loop in float64; each document alone, cut to the window."""
+    folder = tmp_path / "stories"
+    for name, seed in (("train", 5), ("validation", 6)):
+        documents = [token_documents(seed + n, 1, n)[0] for n in (2, 30, 65, 66, 200, 7)]
+        documents.insert(2, np.array([EOS_ID]))
+        num_bytes = [3 * len(document) for document in documents]
+        write_shards(
+            folder / name, documents, vocab_size=VOCAB_SIZE, eos_id=EOS_ID, num_bytes=num_bytes
+        )
+    job = debug_job(path=str(folder), order="documents")
+    job.validation.windows = -1
+    model = Transformer(job.model_args).eval()
+    model.init_weights()
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
+
+    validator = validator_of(job)
+    ((nats, count),) = validator.measure(model)
+
+    expected = 0.0
+    num_predicted = 0
+    with TokenShards.open(folder / "validation") as shards:
+        starts = [0, *shards.document_ends().tolist()]
+        for start, end in pairwise(starts):
+            ids = torch.from_numpy(shards.read(start, min(65, end - start)))
+            if len(ids) < 2:
+                continue
+            with torch.no_grad():
+                logits = model(ids[None, :-1])[0].double()
+            expected -= logits.log_softmax(-1).gather(1, ids[1:, None]).sum().item()
+            num_predicted += len(ids) - 1
+        loss, records = model_loss(
+            CanonLM(model, None, max_length=64), shards, seq_len=64, order="documents"
+        )
+        _, packed_records = model_loss(CanonLM(model, None, max_length=64), shards, seq_len=64)
+    assert validator.num_windows == 6  # one document has a single token
+    assert count == num_predicted == 1 + 29 + 64 + 64 + 64 + 6
+    assert nats == pytest.approx(expected, rel=1e-6)
+    assert loss.num_tokens == count
+    assert loss.nats_per_token == pytest.approx(expected / count, rel=1e-6)
+
+    # a record per document; they are not the question that packed windows ask
+    assert [record["nats_per_token"][1] for record in records] == [1, 29, 64, 64, 64, 6]
+    questions = {record["prompt_hash"] for record in (*records, *packed_records)}
+    assert len(questions) == 2
 
 
 @torch.no_grad()
