@@ -8,7 +8,7 @@ task, difficulty and architecture, DIR/sweep.json the runs, DIR/board.json the b
 
 Until a run has started, `plan` and `run` take any change of BOARD.toml, then only --extend adds to
 the board. `run` trains several runs at once (driver.py). `report`, and `run` at its end, write
-DIR/report.html, .json and .md. No torch.
+DIR/report.html, .json and .md, and DIR/figures of a board with sizes or difficulties. No torch.
 """
 
 import argparse
@@ -273,6 +273,7 @@ def run_report(arguments: argparse.Namespace) -> None:
     # scipy and plotly take a while to import
     from canon_pretrain.boards import tables
     from canon_pretrain.boards.content import board_content
+    from canon_pretrain.boards.figure_files import write_figures
     from canon_pretrain.report import eval_report
 
     folder = _folder(arguments)
@@ -280,8 +281,11 @@ def run_report(arguments: argparse.Namespace) -> None:
     content = board_content(plan, datetime.now(UTC))
     labels = {"entry": tables.architectures(content)}
     eval_report.write_report(folder, PAGE, content, labels, "board", board=tables)
+    figures = write_figures(content, folder)
     for line in (*tables.errors(content), *tables.headline(content)):
         print(line)
+    if figures:
+        print(f"figures: {figures[0].parent.resolve()}")
     print(f"report: {(folder / PAGE).resolve()}")
 
 

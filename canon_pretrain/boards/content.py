@@ -18,7 +18,7 @@ from typing import Any
 
 from canon_pretrain.boards.board import Reference, column_of
 from canon_pretrain.boards.claims import claim_cells, size_of
-from canon_pretrain.boards.grids import GridTest, check_grid, missing_runs
+from canon_pretrain.boards.grid_claims import GridTest, check_grid, missing_runs
 from canon_pretrain.boards.results import (
     RACED,
     BoardPlan,

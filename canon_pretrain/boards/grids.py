@@ -1,74 +1,255 @@
-"""The test of a claim over a grid, on the runs of a board as they are. No torch."""
+"""The figures of a board in the paper's form, of what its page has (content.py).
 
-from collections.abc import Mapping, Sequence
+One per task: architectures side by side, each a grid of sizes x difficulties with all scores of the
+task in a cell, as in "0.98 / 0.71". Of bits per parameter a line per architecture over parameters.
+No torch.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from canon_pretrain.boards.claims import ClaimCell
-from canon_pretrain.boards.results import Metric, Result, ShownRate, finite_scores
-from canon_pretrain.stats.claims import Claim
-from canon_pretrain.stats.grid import GridCell, GridGain, grid_gain
+from canon_pretrain.boards.claims import size_of
+from canon_pretrain.boards.content import BoardContent, CellRow, TaskRow
+from canon_pretrain.boards.results import PART, task_of_column
+from canon_pretrain.core.terminal import printable
+
+BITS = "bits_per_parameter"
+MISSING = "–"
 
 
 @dataclass(frozen=True)
-class GridTest:
-    """A claim over a grid as it is: tested, or not for want of the scores of `missing` runs.
+class GridCell:
+    """An architecture of a size at a difficulty: a row per score of the task."""
 
-    `has_diverged`: no run is missing, but one has diverged and has no score that would count.
-    """
+    scores: Sequence[str]
+    rows: Sequence[CellRow]
+    texts: Sequence[str]
+    references: Sequence[str]
+    heat: float | None
+    """How good the first score is, from 0 to 1."""
 
-    gain: GridGain | None = None
-    missing: Sequence[str] = ()
-    has_diverged: bool = False
+    @property
+    def text(self) -> str:
+        return " / ".join(self.texts)
 
-
-def check_grid(
-    claim: Claim,
-    cells: Sequence[ClaimCell],
-    chosen: Mapping[tuple[str, str], ShownRate],
-    metrics: Mapping[str, Metric],
-) -> GridTest:
-    """Test a claim if all runs of its cells are over and have scores."""
-    missing = []
-    has_diverged = False
-    for cell in cells:
-        for arm in (cell.better, cell.worse):
-            choice = chosen[cell.task, arm]
-            missing += missing_runs(choice)
-            has_diverged |= any(result.has_no_worst_score for result in choice.shown)
-    if missing or has_diverged:
-        return GridTest(missing=[*dict.fromkeys(missing)], has_diverged=not missing)
-
-    grid = []
-    for cell in cells:
-        sign = -1 if metrics[cell.task].lower_is_better else 1
-        better = chosen[cell.task, cell.better]
-        worse = chosen[cell.task, cell.worse]
-        better_scores = _scores_by_seed(better.shown, sign)
-        worse_scores = _scores_by_seed(worse.shown, sign)
-        gains = [better_scores[seed] - worse_scores[seed] for seed in better_scores]
-        grid.append(GridCell(gains, _rate_means(better, sign), _rate_means(worse, sign)))
-    are_shares = all(metrics[cell.task].items is not None for cell in cells)
-    return GridTest(grid_gain(grid, margin=claim.margin, are_shares=are_shares))
+    @property
+    def reference(self) -> str:
+        """The publication's numbers; "" if it has none."""
+        if all(text == MISSING for text in self.references):
+            return ""
+        return " / ".join(self.references)
 
 
-def missing_runs(choice: ShownRate) -> list[str]:
-    """Return the runs of a cell that keep it from being tested, but for diverged ones."""
-    waiting = [result.run.name for result in choice.runs if not result.is_over]
-    failed = []
-    for result in choice.shown:
-        if result.is_over and result.tested_score is None and not result.has_diverged:
-            failed.append(result.run.name)
-    return waiting + failed
+@dataclass(frozen=True)
+class Grid:
+    """The cells of one architecture by (difficulty, size)."""
+
+    architecture: str
+    cells: Mapping[tuple[str, str], GridCell]
 
 
-def _scores_by_seed(shown: Sequence[Result], sign: int) -> dict[int, float]:
-    scores = {}
-    for result in shown:
-        assert result.tested_score is not None
-        scores[result.run.seed] = sign * result.tested_score
-    return scores
+@dataclass(frozen=True)
+class TaskFigure:
+    """A task's grids; sizes and difficulties are "" in a board without them."""
+
+    task: str
+    scores: Sequence[str]
+    sizes: Sequence[str]
+    difficulties: Sequence[str]
+    grids: Sequence[Grid]
+    correlations: Sequence[float | None]
+    """Of each score's ranks with the publication's, over all cells."""
+
+    @property
+    def legend(self) -> str:
+        """What the numbers of a cell are."""
+        return " / ".join(map(score_text, self.scores))
 
 
-def _rate_means(choice: ShownRate, sign: int) -> list[float]:
-    """Return the mean score at each learning rate that has one."""
-    return [sign * mean for mean in finite_scores(rate.mean for rate in choice.rates)]
+@dataclass(frozen=True)
+class SizeLine:
+    """A score of an architecture by its number of parameters."""
+
+    architecture: str
+    parameters: Sequence[int]
+    values: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
+    num_seeds: Sequence[int]
+
+
+@dataclass(frozen=True)
+class SizePlot:
+    """Bits per parameter of a task/difficulty over parameters."""
+
+    task: str
+    score: str
+    lines: Sequence[SizeLine]
+
+
+def score_text(name: str) -> str:
+    """Return a score's name for people: exact_k8 is "k = 8"."""
+    part = PART.fullmatch(name)
+    return f"{part[1]} = {part[2]}" if part else printable(name)
+
+
+def task_figures(content: BoardContent) -> Iterator[TaskFigure]:
+    """Yield the figure of each task that has several sizes or difficulties."""
+    architectures = _architectures(content)
+    sizes = [*dict.fromkeys(size_of(model.arm) for model in content.models)]
+    columns_of: dict[str, list[TaskRow]] = {}
+    for row in content.tasks:
+        name, _, _ = task_of_column(row.task).partition("/")
+        columns_of.setdefault(name, []).append(row)
+
+    for name, columns in columns_of.items():
+        # The scores of each difficulty, the first one first; scores differ if k does.
+        by_difficulty: dict[str, list[TaskRow]] = {}
+        for row in columns:
+            _, _, difficulty = task_of_column(row.task).partition("/")
+            by_difficulty.setdefault(difficulty, []).append(row)
+        if len(sizes) == 1 and len(by_difficulty) == 1:
+            continue
+        hardest = next(iter(by_difficulty.values()))
+        grids = [
+            Grid(architecture, _cells(content, architecture, sizes, by_difficulty))
+            for architecture in architectures
+        ]
+        yield TaskFigure(
+            task=name,
+            scores=[row.name for row in hardest],
+            sizes=sizes,
+            difficulties=[*by_difficulty],
+            grids=grids,
+            correlations=_correlations(content, name, len(hardest)),
+        )
+
+
+def _architectures(content: BoardContent) -> list[str]:
+    """Return the architectures in the board's order, which is that of the models."""
+    return [*dict.fromkeys(model.arm.partition("/")[0] for model in content.models)]
+
+
+def _cells(
+    content: BoardContent,
+    architecture: str,
+    sizes: Sequence[str],
+    by_difficulty: Mapping[str, Sequence[TaskRow]],
+) -> dict[tuple[str, str], GridCell]:
+    """Return the cells of an architecture by difficulty and size."""
+    rows = {(row.task, row.arm): row for row in content.cells}
+    references = {}
+    if content.reference is not None:
+        references = {row.task: row.values for row in content.reference.tasks}
+
+    cells = {}
+    for difficulty, tasks in by_difficulty.items():
+        for size in sizes:
+            arm = f"{architecture}/{size}" if size else architecture
+            cell_rows = [rows[task.task, arm] for task in tasks]
+            reference_values = [references.get(task.task, {}).get(arm) for task in tasks]
+            cells[difficulty, size] = GridCell(
+                scores=[task.name for task in tasks],
+                rows=cell_rows,
+                texts=[
+                    _number(row.shown_score, task)
+                    for row, task in zip(cell_rows, tasks, strict=True)
+                ],
+                references=[
+                    _number(value, task)
+                    for value, task in zip(reference_values, tasks, strict=True)
+                ],
+                heat=_heat(content, cell_rows[0].shown_score, tasks[0]),
+            )
+    return cells
+
+
+def _number(value: float | None, task: TaskRow) -> str:
+    """Return a share of right answers with two decimals, another score with three digits."""
+    if value is None:
+        return MISSING
+    if task.items is not None:
+        return f"{value:.2f}"
+    return f"{value:#.3g}"
+
+
+def _heat(content: BoardContent, value: float | None, task: TaskRow) -> float | None:
+    """Return how good a score is, from 0 to 1; None if it is not known."""
+    if value is None:
+        return None
+
+    # A share of right answers is from 0 to 1; colors of another score reach from the worst cell of
+    # the task, at all difficulties, to the best.
+    low = 0.0
+    high = 1.0
+    if task.items is None:
+        names = {row.task for row in content.tasks if _is_same_score(row, task)}
+        scores = [row.shown_score for row in content.cells if row.task in names]
+        shown = [score for score in scores if score is not None]
+        low = min(shown)
+        high = max(shown)
+    share = (value - low) / (high - low) if high > low else 0.5
+    if task.lower_is_better:
+        share = 1 - share
+    return min(max(share, 0.0), 1.0)
+
+
+def _is_same_score(row: TaskRow, other: TaskRow) -> bool:
+    """Return whether both are the same score of one task, perhaps at two difficulties."""
+    name, _, _ = task_of_column(row.task).partition("/")
+    other_name, _, _ = task_of_column(other.task).partition("/")
+    return (name, row.name) == (other_name, other.name)
+
+
+def _correlations(content: BoardContent, task: str, num_scores: int) -> list[float | None]:
+    """Return the rank correlation of each score with the reference, over all cells of a task."""
+    correlations: list[float | None] = [None] * num_scores
+    if content.reference is not None:
+        for row in content.reference.figures:
+            if row.task == task and row.position < num_scores:
+                correlations[row.position] = row.rank_correlation
+    return correlations
+
+
+def size_plots(content: BoardContent) -> Iterator[SizePlot]:
+    """Yield a plot of each column of bits per parameter, if the board has several sizes."""
+    architectures = _architectures(content)
+    counts = {model.arm: model.tasks for model in content.models}
+    for task in content.tasks:
+        if task.name != BITS or len({size_of(arm) for arm in counts}) == 1:
+            continue
+        lines = []
+        for architecture in architectures:
+            points = []
+            for row in content.cells:
+                model = counts[row.arm].get(task_of_column(task.task))
+                is_of_line = (row.task, row.arm.partition("/")[0]) == (task.task, architecture)
+                if is_of_line and row.shown_score is not None and model is not None:
+                    points.append((model.parameters, row))
+            points.sort(key=lambda point: point[0])
+            if points:
+                lines.append(_size_line(architecture, points))
+        if lines:
+            yield SizePlot(task.task, task.name, lines)
+
+
+def _size_line(architecture: str, points: Sequence[tuple[int, CellRow]]) -> SizeLine:
+    """Return the line of an architecture, with the range of its seeds."""
+    values = []
+    low = []
+    high = []
+    for _, row in points:
+        value = row.shown_score
+        assert value is not None
+        seeds = [seed.score for seed in row.seeds if seed.score is not None] or [value]
+        values.append(value)
+        low.append(min(seeds))
+        high.append(max(seeds))
+    return SizeLine(
+        architecture,
+        parameters=[parameters for parameters, _ in points],
+        values=values,
+        low=low,
+        high=high,
+        num_seeds=[row.num_seeds for _, row in points],
+    )

@@ -3,16 +3,33 @@
 templates/board.body.jinja has their order and the text around them.
 """
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from canon_pretrain.boards.claims import size_of
-from canon_pretrain.boards.content import BoardContent, CellRow, ClaimRow, ReferenceRow, TaskRow
+from canon_pretrain.boards.content import (
+    BoardContent,
+    CellRow,
+    ClaimRow,
+    CurveRow,
+    RankingRow,
+    ReferenceRow,
+    TaskRow,
+)
+from canon_pretrain.boards.grids import (
+    Grid,
+    GridCell,
+    TaskFigure,
+    score_text,
+    size_plots,
+    task_figures,
+)
 from canon_pretrain.boards.models import unequal
 from canon_pretrain.boards.results import RateScores, finite_scores
 from canon_pretrain.core.terminal import duration
-from canon_pretrain.report.figures import SHARE_RANGE, MeanLine, Plot, draw_means
+from canon_pretrain.report.figures import SHARE_RANGE, Json, MeanLine, Plot, draw_means
 from canon_pretrain.report.sections import (
     MISSING,
     Cell,
@@ -216,7 +233,9 @@ def _score_text(task: TaskRow) -> str:
 def _reference_cell(reference: ReferenceRow, arm: str) -> Cell:
     if arm not in reference.values:
         return MISSING
-    return make_cell(rounded(reference.values[arm]), f"rank {reference.ranks[arm]}")
+    rank = reference.ranks[arm]
+    is_tie = [*reference.ranks.values()].count(rank) > 1
+    return make_cell(rounded(reference.values[arm]), f"rank {rank}{'=' if is_tie else ''}")
 
 
 def _matrix_cell(row: CellRow) -> Cell:
@@ -254,62 +273,56 @@ def _short(value: float) -> str:
     return f"{value:,.1f}"
 
 
-def heat_maps(content: BoardContent) -> list[tuple[str, Table]]:
-    """Return sizes x difficulties of each task and architecture, where a board has both."""
-    sizes = [*dict.fromkeys(size_of(arm.arm) for arm in content.arms)]
-    difficulties: dict[str, list[TaskRow]] = {}
-    for task in content.tasks:
-        name, _, _ = task.task.partition("/")
-        difficulties.setdefault(name, []).append(task)
-
-    return [
-        (f"{name}: {architecture}", _heat_map(content, tasks, architecture, sizes))
-        for name, tasks in difficulties.items()
-        for architecture in architectures(content)
-        if len(sizes) > 1 and len(tasks) > 1
-    ]
+def figures(content: BoardContent) -> list[tuple[str, str, list[tuple[str, Table]]]]:
+    """Return the figure of each task with its legend: a table per architecture, side by side."""
+    figures = []
+    for figure in task_figures(content):
+        legend = figure.legend
+        for score, correlation in zip(figure.scores, figure.correlations, strict=True):
+            if correlation is not None:
+                legend = f"{legend}; {score_text(score)}: rank correlation {correlation:.2f}"
+        tables = [(grid.architecture, _grid_table(figure, grid)) for grid in figure.grids]
+        figures.append((figure.task, legend, tables))
+    return figures
 
 
-def _heat_map(
-    content: BoardContent, tasks: Sequence[TaskRow], architecture: str, sizes: Sequence[str]
-) -> Table:
-    """Return the mean scores of an architecture, a row per size, a column per difficulty."""
-    task_names = [task.task for task in tasks]
-    means = {}
-    for row in content.cells:
-        if row.task in task_names:
-            means[row.task, row.arm] = row.mean
-
-    # A share of right answers is from 0 to 1; colors of a loss reach from the best to the worst.
-    low = 0.0
-    high = 1.0
-    scored = [mean for mean in means.values() if mean is not None]
-    if scored and not tasks[0].items:
-        low = min(scored)
-        high = max(scored)
-
+def _grid_table(figure: TaskFigure, grid: Grid) -> Table:
+    """Return an architecture's scores, a row per difficulty, a column per size."""
     rows: list[list[Cell]] = []
-    for size in sizes:
-        cells: list[Cell] = [size]
-        for name in task_names:
-            mean = means[name, f"{architecture}/{size}"]
-            heat = _heat(mean, low, high, tasks[0].lower_is_better)
-            cells.append(make_cell(rounded(mean), heat=heat))
+    for difficulty in figure.difficulties:
+        cells: list[Cell] = [difficulty]
+        for size in figure.sizes:
+            cell = grid.cells[difficulty, size]
+            reference = f"reference {cell.reference}" if cell.reference else ""
+            heat = "" if cell.heat is None else f"{cell.heat:.2f}"
+            cells.append(make_cell(cell.text, reference, heat=heat, title=cell_title(cell)))
         rows.append(cells)
-    difficulties = [name.partition("/")[2] for name in task_names]
-    return make_table(["size", *difficulties], rows)
+    return make_table(["", *figure.sizes], rows)
 
 
-def _heat(value: float | None, low: float, high: float, lower_is_better: bool) -> str:
-    """Return how good a value is, from 0 to 1, as the attribute of a cell."""
-    if value is None:
-        return ""
-    share = 0.5
-    if high > low:
-        share = (value - low) / (high - low)
-    if lower_is_better:
-        share = 1 - share
-    return f"{min(max(share, 0.0), 1.0):.2f}"
+def cell_title(cell: GridCell) -> str:
+    """Return each score of a cell with its learning rate and seeds, for a pointer over it."""
+    parts = []
+    for score, text, row in zip(cell.scores, cell.texts, cell.rows, strict=True):
+        rate = f"learning rate {rate_text(row.learning_rate)}"
+        parts.append(f"{score_text(score)}: {text}, {rate}, {row.num_seeds} seed(s)")
+    return "; ".join(parts)
+
+
+def size_curves(content: BoardContent) -> list[Plot]:
+    """Return plots of bits per parameter over parameters."""
+    names = architectures(content)
+    plots: list[Plot] = []
+    for plot in size_plots(content):
+        lines = [
+            MeanLine(line.architecture, line.values, line.low, line.high, line.num_seeds)
+            for line in plot.lines
+        ]
+        parameters = [line.parameters for line in plot.lines]
+        figure = draw_means(lines, parameters, names, "parameters")
+        figure["layout"]["xaxis"] |= {"type": "log"}
+        plots.append((plot.task, plot.score, figure))
+    return plots
 
 
 def rates(content: BoardContent) -> Table:
@@ -322,12 +335,20 @@ def rates(content: BoardContent) -> Table:
         position = MISSING
         if row.edge:
             position = f"{row.edge} tried"
+        elif row.complete and row.learning_rate in _ends(row):
+            position = "all level"  # else it would be an edge
         elif row.complete:
             position = "inside"
         by_rate = {scores.rate: scores for scores in row.rates}
         cells = [_rate_cell(by_rate.get(rate), row) for rate in all_rates]
         rows.append([make_cell(row.arm, row.task), position, *cells])
     return make_table(columns, rows, "rates", text=2)
+
+
+def _ends(row: CellRow) -> tuple[float, float]:
+    """Return the lowest and the highest learning rate of a grid."""
+    grid_rates = [scores.rate for scores in row.rates if scores.rate is not None]
+    return min(grid_rates), max(grid_rates)
 
 
 def _rate_cell(scores: RateScores | None, row: CellRow) -> Cell:
@@ -426,6 +447,7 @@ def differences(content: BoardContent) -> Table:
 
 def rankings(content: BoardContent) -> Table:
     columns = ["task", "order, best first", "probability of being the best", "the order holds"]
+    means = {(row.task, row.arm): row.mean for row in content.cells}
     rows: list[list[Cell]] = []
     for row in content.rankings:
         most_probable_first = sorted(row.best.items(), key=lambda item: -item[1])
@@ -433,12 +455,21 @@ def rankings(content: BoardContent) -> Table:
         rows.append(
             [
                 make_cell(row.task, row.size),
-                " > ".join(map(_architecture, row.order)),
+                _order_text(row, means),
                 ", ".join(chances),
                 f"{row.holds:.0%}",
             ]
         )
     return make_table(columns, rows, "rankings", text=3)
+
+
+def _order_text(row: RankingRow, means: Mapping[tuple[str, str], float | None]) -> str:
+    """Return the architectures, best first, with ">" between them, or "=" between equal means."""
+    text = _architecture(row.order[0])
+    for better, arm in itertools.pairwise(row.order):
+        is_tie = means[row.task, better] == means[row.task, arm]
+        text = f"{text} {'=' if is_tie else '>'} {_architecture(arm)}"
+    return text
 
 
 def stops(content: BoardContent) -> Table:
@@ -481,18 +512,7 @@ def curves(content: BoardContent) -> list[Plot]:
     tasks = {task.task: task for task in content.tasks}
     plots: list[Plot] = []
     for group in content.curves:
-        lines = [
-            MeanLine(
-                label=_architecture(line.arm),
-                values=line.values,
-                low=line.low,
-                high=line.high,
-                n=[line.n] * len(line.steps),
-            )
-            for line in group.lines
-        ]
-        steps = [line.steps for line in group.lines]
-        figure = draw_means(lines, steps, names, "steps", bands=True)
+        figure = _draw_curves(group.lines, names)
 
         # A share of right answers has an axis from 0 to 1.
         task = tasks[group.task]
@@ -501,6 +521,33 @@ def curves(content: BoardContent) -> list[Plot]:
         title = f"{group.task} {group.size}".strip()
         plots.append((title, task.name, figure))
     return plots
+
+
+def parts(content: BoardContent) -> list[Plot]:
+    """Return the plots of learning curves by k, depth or length."""
+    names = architectures(content)
+    plots: list[Plot] = []
+    for group in content.parts:
+        figure = _draw_curves(group.lines, names)
+        figure["layout"]["yaxis"] |= {"range": SHARE_RANGE}
+        plots.append((f"{group.task} {group.size}".strip(), score_text(group.name), figure))
+    return plots
+
+
+def _draw_curves(rows: Sequence[CurveRow], names: Sequence[str]) -> Json:
+    """Draw curves over steps with the band of their seeds."""
+    lines = [
+        MeanLine(
+            label=_architecture(row.arm),
+            values=row.values,
+            low=row.low,
+            high=row.high,
+            n=[row.n] * len(row.steps),
+        )
+        for row in rows
+    ]
+    steps = [row.steps for row in rows]
+    return draw_means(lines, steps, names, "steps", bands=True)
 
 
 def architectures(content: BoardContent) -> list[str]:

@@ -5,7 +5,7 @@ matplotlib draws them, without a window. Equal panels make equal bytes.
 
 import io
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -56,15 +56,28 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart over tokens; `levels`, label -> height, are dashed lines over its whole width."""
+    """One chart; `levels`, label -> height, are dashed lines over its whole width."""
 
     title: str
     lines: Sequence[Line]
     levels: Mapping[str, float] = field(default_factory=dict)
+    over: str = "tokens"
+    log_x: bool = False
 
 
 def draw(panels: Sequence[Panel], kind: Format) -> bytes:
     """Return the panels, side by side on white, as a file of that kind."""
+
+    def draw_panels(figure: Any) -> None:
+        [charts] = figure.subplots(1, len(panels), squeeze=False)
+        for chart, panel in zip(charts, panels, strict=True):
+            _draw(chart, panel)
+
+    return render(draw_panels, WIDTH * len(panels), HEIGHT, kind)
+
+
+def render(draw_on: Callable[[Any], None], width: float, height: float, kind: Format) -> bytes:
+    """Return what `draw_on` draws on a figure of matplotlib, in inches, as a file of that kind."""
     import matplotlib  # takes a while
     from matplotlib.figure import Figure
 
@@ -74,12 +87,8 @@ def draw(panels: Sequence[Panel], kind: Format) -> bytes:
         # A character that the font lacks is drawn as a box.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
 
-        num_panels = len(panels)
-        figure = Figure(figsize=(WIDTH * num_panels, HEIGHT), dpi=DPI, layout="constrained")
-        [charts] = figure.subplots(1, num_panels, squeeze=False)
-        for chart, panel in zip(charts, panels, strict=True):
-            _draw(chart, panel)
-
+        figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+        draw_on(figure)
         out = io.BytesIO()
         figure.savefig(out, format=kind, facecolor="white", metadata=NO_DATE[kind])
     return out.getvalue()
@@ -87,7 +96,7 @@ def draw(panels: Sequence[Panel], kind: Format) -> bytes:
 
 def _draw(chart: Any, panel: Panel) -> None:
     """Draw a panel on matplotlib's axes."""
-    from matplotlib.ticker import EngFormatter
+    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
     # A line per run, over the band of its seeds.
     handles = []
@@ -120,14 +129,18 @@ def _draw(chart: Any, panel: Panel) -> None:
     # A run that has diverged is as long as its tokens, though its last values are not drawn.
     tokens_of_lines = [line.x for line in panel.lines]
     tokens = np.concatenate([np.zeros(0), *tokens_of_lines])
-    if np.isfinite(tokens).any():
+    if panel.log_x:
+        chart.set_xscale("log")
+        chart.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        chart.xaxis.set_minor_formatter(NullFormatter())
+    elif np.isfinite(tokens).any():
         low = np.nanmin(tokens)
         high = np.nanmax(tokens)
         margin = 0.04 * (high - low) or 1.0  # 1 token around a single point
         chart.set_xlim(low - margin, high + margin)
 
     chart.set_title(panel.title)
-    chart.set_xlabel("tokens")
+    chart.set_xlabel(panel.over)
     chart.xaxis.set_major_formatter(EngFormatter(sep=""))
     # Labels are passed explicitly: matplotlib leaves out those that begin with "_".
     labels = [line.label for line in panel.lines]

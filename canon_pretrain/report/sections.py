@@ -49,13 +49,17 @@ EVERY_RUN_TITLE = "Every run"
 
 @dataclass(frozen=True)
 class StyledCell:
-    """Text with small print and an error; `chip` colors it, `heat` from 0 to 1 its background."""
+    """Text with small print and an error; `chip` colors it, `heat` from 0 to 1 its background.
+
+    `title`: what a page shows on hover.
+    """
 
     text: str
     small: str = ""
     error: str = ""
     chip: str = ""
     heat: str = ""
+    title: str = ""
 
 
 @dataclass(frozen=True)
@@ -225,9 +229,11 @@ def _common(texts: Iterable[str]) -> str:
 # -- making tables
 
 
-def make_cell(text: str, *small: object, error: str = "", chip: str = "", heat: str = "") -> Cell:
+def make_cell(
+    text: str, *small: object, error: str = "", chip: str = "", heat: str = "", title: str = ""
+) -> Cell:
     """Return a cell; the parts of its small print are joined."""
-    return StyledCell(text, _join(*small), error, chip, heat)
+    return StyledCell(text, _join(*small), error, chip, heat, title)
 
 
 def cell_text(cell: Cell) -> str:

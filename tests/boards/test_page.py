@@ -288,7 +288,9 @@ def test_heat_maps_of_a_board_without_scores_have_no_colors(scores, tmp_path, ca
 
     page = (tmp_path / "board" / "report.html").read_text()
     assert "Sizes and difficulties" in page
-    assert "copy: rope_canon" in page
+    assert "--heat:" not in page
+    files = {path.name for path in (tmp_path / "board" / "figures").iterdir()}
+    assert files == {"copy.svg", "copy.pdf", "copy.tex"}
 
 
 def test_scores_of_a_publication_are_beside(tmp_path, capsys):

@@ -125,13 +125,12 @@ def test_claims_are_on_the_score_that_they_name(tmp_path, capsys):
     on_second = CLAIM.format("rope", "rope_canon") + 'score = "first_1"\n'
     reversed_claim = CLAIM.format("rope_canon", "rope") + 'score = "first_1"\n'
 
-    content, printed = report(tmp_path, capsys, TEXT + on_first + on_second + reversed_claim)
+    content, _ = report(tmp_path, capsys, TEXT + on_first + on_second + reversed_claim)
 
     claims = content["claims"]
     assert [claim["task"] for claim in claims] == ["copy", "copy:first_1", "copy:first_1"]
     assert [claim["verdict"] for claim in claims] == ["seen", "seen", "not seen"]
     assert claims[1]["difference"] > 0 > claims[2]["difference"]
-    assert any("rope over rope_canon on copy:first_1" in line for line in printed)
 
 
 def test_a_reference_has_values_of_each_score(tmp_path, capsys):
@@ -148,7 +147,7 @@ def test_a_reference_has_values_of_each_score(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("old", "new", "code"),
     [
-        (SCORES, 'scores = ["exact", "first_1", "second"]', "board.score"),
+        (SCORES, 'scores=["exact","first_1","second"]', "board.score"),
         (SCORES, 'scores = ["exact", "exact"]', "board.repeated"),
         (SCORES, 'scores = ["exact", ""]', "board.type"),
         (SCORES, SCORES + '\nscore = "exact"', "board.repeated"),
@@ -185,7 +184,7 @@ def test_a_run_of_an_earlier_version_has_no_new_score(tmp_path, capsys):
 # -- races
 
 
-def test_a_race_goes_by_the_first_score_and_leaves_claims_on_others_open(tmp_path):
+def test_a_race_leaves_claims_on_further_scores_open(tmp_path):
     text = TEXT + CLAIM.format("rope", "rope_canon") + 'score = "first_1"\n'
     plant_board(tmp_path, lambda run: None, text)
     (entry,) = race_entries(*read_plan(tmp_path))
@@ -221,7 +220,7 @@ def test_promises_are_those_of_earlier_versions(tmp_path):
         assert not Promises("exact", [claim]).same(Promises(score, [claim]))
 
 
-def test_scores_may_be_added_to_a_board_that_has_started_but_not_claims_on_them(tmp_path, capsys):
+def test_a_started_board_may_add_scores_but_no_claims_on_them(tmp_path, capsys):
     first = TEXT.replace(SCORES, "")
     path = plant_board(tmp_path, scores_of, first)
     words = ["plan", str(path), "--out", str(tmp_path)]
@@ -257,7 +256,7 @@ def test_the_default_of_depo_is_whole_answers_at_the_largest_k(tmp_path):
     assert {promises.score for promises in read_sweep(tmp_path).promises.values()} == {"exact_k2"}
 
 
-def test_a_board_of_depo_that_started_with_another_default_names_it(tmp_path, capsys):
+def test_a_depo_that_started_with_another_default_names_it(tmp_path, capsys):
     """Earlier versions took the mean over all k, and their promises do not name it."""
     path = plant_depo(tmp_path, DEPO, "")
     words = [str(path), "--out", str(tmp_path)]
@@ -271,7 +270,7 @@ def test_a_board_of_depo_that_started_with_another_default_names_it(tmp_path, ca
     assert [task["name"] for task in content["tasks"]] == ["exact"]
 
 
-def test_a_board_that_an_earlier_version_planned_is_reported_as_it_did(tmp_path):
+def test_a_plan_of_an_earlier_version_has_its_default_score(tmp_path):
     path = plant_depo(tmp_path, DEPO, "")
     sweep = read_sweep(tmp_path)
     promises = dict.fromkeys(sweep.promises, Promises())

@@ -234,7 +234,7 @@ def test_the_questions_behind_a_score_are_counted():
     assert num_questions(build_task("lano", {"seq_len": 64}), "kl", 2) is None
 
 
-def test_a_score_is_a_ratio_of_sums_and_its_error_is_over_windows():
+def test_a_score_is_a_ratio_and_its_error_is_over_windows():
     """Leave out each window in turn: windows are independent, the questions of one are not."""
     counts = [4, 1, 7, 2]
     sums = [3.0, 0.0, 2.0, 2.0]
