@@ -488,7 +488,8 @@ def test_capos_functions_lack_imports(name):
 def test_capos_permutation_returns_nothing():
     permute = release_clone.run(release_clone.CAPO, random=random)["augmentation_permutation2"]
     person = {"first_name": "Anya", "middle_name": "Briar", "last_name": "Forger"}
-    assert permute(person, "Anya Briar Forger was born in York. She studied law.") is None
+    text = "Anya Briar Forger was born in York. She studied law."
+    assert permute(person, text) is None
 
 
 def test_capo_makes_no_people():
