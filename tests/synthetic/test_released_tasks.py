@@ -287,12 +287,12 @@ def damaged(folder, files, name):
     if name == "a line fewer":
         path = fields / "city.txt"
         path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
-    elif name == "a company without a city":
+    elif name == "no city":
         path = fields / "company.txt"
         path.write_text(path.read_text().replace("; ", ", "))
-    elif name == "no list of templates":
+    elif name == "no templates":
         source.write_text(source.read_text().replace("sentence_structures4", "sentences"))
-    elif name == "a template without a value":
+    elif name == "no value":
         source.write_text(source.read_text().replace("{field}", "law"))
     elif name == "no tokenizer":
         tokenizer.write_text("{}")
@@ -307,9 +307,9 @@ def damaged(folder, files, name):
     "name",
     [
         "a line fewer",
-        "a company without a city",
-        "no list of templates",
-        "a template without a value",
+        "no city",
+        "no templates",
+        "no value",
         "no tokenizer",
         "another split",
     ],

@@ -79,14 +79,15 @@ def test_a_released_task_has_the_ids_of_the_release():
     """The model's vocabulary follows; runs without it have the identity that they had."""
     options = [*DEBUG, "--data.task.name", "brevo1", "--data.task.n", "8"]
     plain = parse_job(options)
-    released = parse_job([*options, "--data.task.release"])
+    released = parse_job([*options, "--data.task.release", "true"])
     identities = [open_data(job).identity for job in (plain, released)]
     assert [job.model.vocab_size for job in (plain, released)] == [13, 10_000]
     assert "data.task.release" not in identities[0]
     assert identities[1]["data.task.release"] is identities[1]["data.task.last_query"] is True
     assert task_of_run(identities[1] | {"training.seq_len": 64}) == released.task
     with refused("task.setting", key="last_query", given=False):
-        open_data(parse_job([*options, "--data.task.release", "--data.task.no_last_query"]))
+        other = ["--data.task.release", "true", "--data.task.last_query", "false"]
+        open_data(parse_job([*options, *other]))
 
 
 @pytest.mark.parametrize("name", TASKS)
