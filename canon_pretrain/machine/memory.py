@@ -39,13 +39,6 @@ def available_memory(root: Path = Path("/")) -> int:
     return min(limits)
 
 
-def peak_resident_memory(root: Path = Path("/")) -> int:
-    """Return the most main memory that this process has had, 0 if Linux does not say it."""
-    status = read_text(root / "proc/self/status")
-    peak = re.search(r"^VmHWM:\s*(\d+) kB", status, re.MULTILINE)
-    return 1024 * int(peak[1]) if peak is not None else 0
-
-
 def memory_per_process(processes: int) -> int:
     """Return the memory of a GPU; without one, of each of several processes on the CPU."""
     import torch

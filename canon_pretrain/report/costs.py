@@ -95,8 +95,7 @@ def _memory(runs: Sequence[RunRecord]) -> float | None:
     peaks = []
     for run in runs:
         curve = run.curve("memory_gib")
-        # logs of runs on a CPU had 0 once
-        peaks.append(None if curve is None else float(curve.values.max()) or None)
+        peaks.append(None if curve is None else float(curve.values.max()))
     return _mean(peaks)
 
 

@@ -7,8 +7,7 @@ that the trainer does not wait for the disk. NaN and infinities, which JSON lack
     event, time (UTC)        in every line; with a run.json also run_id and segment (launch number)
     start, resume            first event of a launch: its first step, code and hosts
     step                     loss and max_loss (nats per token), grad_norm, lr, tokens (so far),
-                             tokens_per_second, data_wait and mfu (fractions), memory_gib (the
-                             peak of the GPU since the previous line, or of a process on a CPU),
+                             tokens_per_second, data_wait and mfu (fractions), memory_gib,
                              skipped_steps and restarts (so far), checkpoint_seconds (since the
                              previous line; of these, steps waited checkpoint_stall_seconds),
                              data_digests (one per step since the previous line), objective (what

@@ -26,7 +26,6 @@ from torchtitan.tools.utils import device_type
 
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.machine.gpus import peak_flops
-from canon_pretrain.machine.memory import peak_resident_memory
 from canon_pretrain.model.canon import Canon
 from canon_pretrain.model.counts import flops_formula
 from canon_pretrain.run.background import LiveExports
@@ -37,8 +36,6 @@ from canon_pretrain.titan.console import Console
 from canon_pretrain.titan.data import CanonDataLoader
 from canon_pretrain.titan.device import has_accelerator
 from canon_pretrain.titan.job_config import CanonJobConfig
-
-GIB = 2**30
 
 
 class CanonMetrics(MetricsProcessor):
@@ -144,7 +141,7 @@ class CanonMetrics(MetricsProcessor):
             "tokens_per_second_per_device": speed,
             "seconds_per_step": seconds / (step - self._logged_at),
             "data_wait": sum(self.data_loading_times) / seconds,
-            "memory_gib": self._peak_memory_gib(),
+            "memory_gib": self.device_memory_monitor.get_peak_stats().max_reserved_gib,
             "restarts": self.run_log.segment - 1 if self.run_log is not None else 0,
             "checkpoint_seconds": self._checkpoint_seconds,
             "checkpoint_stall_seconds": self._stall_seconds,
@@ -171,12 +168,6 @@ class CanonMetrics(MetricsProcessor):
         self.data_loading_times.clear()
         self.time_last_log = time.perf_counter()
         self.device_memory_monitor.reset_peak_stats()
-
-    def _peak_memory_gib(self) -> float:
-        """Return the GPU's peak since the last logged step, or that of this process so far."""
-        if has_accelerator():
-            return self.device_memory_monitor.get_peak_stats().max_reserved_gib
-        return peak_resident_memory() / GIB
 
     def _global_digests(self) -> list[str]:
         """Return a digest of each global batch since the last logged step; collective."""

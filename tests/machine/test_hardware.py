@@ -161,23 +161,6 @@ def test_a_machine_that_does_not_tell_has_no_numa_cores(tmp_path):
     assert device_module.numa_cores(2, tmp_path) == set()
 
 
-def test_peak_memory_is_the_high_water_mark_of_this_process(tmp_path):
-    before = memory.peak_resident_memory()
-    block = bytearray(64 << 20)
-    block[:: 1 << 12] = bytes(len(block) >> 12)  # touch each page
-    held = memory.peak_resident_memory()
-    del block
-
-    assert held >= before
-    assert held > 64 << 20
-    # the kernel's counters are exact to some pages per thread
-    assert memory.peak_resident_memory() > held - (4 << 20)
-
-    assert memory.peak_resident_memory(tmp_path) == 0  # nothing to read
-    write(tmp_path / "proc/self/status", "VmPeak:\t 900 kB\nVmHWM:\t 512 kB\n")
-    assert memory.peak_resident_memory(tmp_path) == 512 * 1024
-
-
 def test_available_memory_is_limited_by_cgroups(tmp_path):
     total = memory.available_memory(tmp_path)  # nothing to read
     assert 0 < memory.available_memory() <= total
