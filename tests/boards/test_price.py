@@ -44,7 +44,7 @@ def test_a_race_has_the_shares_that_were_measured(tmp_path):
         (tmp_path / "board.toml").write_text(text)
         price = price_of(tmp_path / str(len(shares)), read_board(tmp_path / "board.toml"))
         shares.append(price.race_shares)
-    assert shares == [(0.57, 0.79), (0.54, 0.67), None]
+    assert shares == [(0.71, 0.83), (0.59, 0.68), None]
     assert not any("with --race" in line for line in price_lines(price))
 
 
