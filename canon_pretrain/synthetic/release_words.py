@@ -261,7 +261,12 @@ def _read_words(path: Path, size: int) -> list[str]:
 def _read_templates(path: Path) -> list[list[tuple[str, str]]]:
     """Return the templates of each attribute: the texts between name and value, and behind it."""
     lists = {}
-    for function in ast.parse(_read(path)).body:
+    source = _read(path)
+    try:
+        tree = ast.parse(source)
+    except SyntaxError as error:
+        _refuse(path, str(error))
+    for function in tree.body:
         if isinstance(function, ast.FunctionDef) and function.name == TEXT_FUNCTION:
             for statement in function.body:
                 if isinstance(statement, ast.Assign):
@@ -285,8 +290,8 @@ def _read_templates(path: Path) -> list[list[tuple[str, str]]]:
 def _read(path: Path) -> str:
     try:
         return path.read_text("utf-8")
-    except OSError as error:
-        _refuse(path, str(error.strerror))
+    except (OSError, ValueError) as error:  # no file, no UTF-8, or no path at all
+        _refuse(path, str(error))
 
 
 def _refuse(path: Path, problem: str) -> NoReturn:

@@ -276,6 +276,8 @@ def test_capo_needs_the_users_files(files, key):
         build_task("capo", {name: value for name, value in files.items() if name != key})
     with refused("task.release"):
         build_task("capo", files | {key: "/no/such/folder"})
+    with refused("task.release"):
+        build_task("capo", files | {key: "a\0b"})
 
 
 def damaged(folder, files, name):
@@ -292,6 +294,10 @@ def damaged(folder, files, name):
         path.write_text(path.read_text().replace("; ", ", "))
     elif name == "no templates":
         source.write_text(source.read_text().replace("sentence_structures4", "sentences"))
+    elif name == "no Python":
+        source.write_text(source.read_text() + ")")
+    elif name == "no UTF-8":
+        source.write_bytes(source.read_bytes() + b"\xff")
     elif name == "no value":
         source.write_text(source.read_text().replace("{field}", "law"))
     elif name == "no tokenizer":
@@ -309,6 +315,8 @@ def damaged(folder, files, name):
         "a line fewer",
         "no city",
         "no templates",
+        "no Python",
+        "no UTF-8",
         "no value",
         "no tokenizer",
         "another split",

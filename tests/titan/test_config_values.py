@@ -272,6 +272,8 @@ TEXTS = {
     "data.task.n_weight": TASK,
     "data.task.grammar": TASK,
     "data.task.group": TASK,
+    "data.task.release_path": "task.unknown_setting",
+    "data.task.release_tokenizer": "task.unknown_setting",
     "run.allow_changes": "run.unknown_change",
     "samples.prompts": "a text to continue",
 }
@@ -279,6 +281,8 @@ TASK_OF = {
     "data.task.n_weight": "depo1",
     "data.task.grammar": "lano",
     "data.task.group": "state",
+    "data.task.release_path": "capo",
+    "data.task.release_tokenizer": "capo",
 }
 
 
