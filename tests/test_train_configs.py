@@ -217,7 +217,7 @@ def test_the_custom_run():
     assert (args.position, args.canon_set, args.qk_norm) == ("nope", "A", "per_head")
 
 
-def test_the_baseline_of_the_custom_run_differs_in_what_its_report_lists():
+def test_the_custom_runs_baseline_differs_in_what_is_listed():
     custom = job_of("custom_canon_162m")
     baseline = job_of("custom_llama_162m")
 

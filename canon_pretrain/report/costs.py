@@ -28,8 +28,8 @@ COLUMNS = (
     "at step",
     "tokens/s",
     "memory, GiB",
-    "time",
-    "memory",
+    "time overhead",
+    "memory overhead",
 )
 
 
@@ -109,8 +109,10 @@ def _mean(values: Sequence[float | None]) -> float | None:
 def show(rows: Sequence[CostRow]) -> None:
     """Print the table, and what is left out of it."""
     table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
-    for title in COLUMNS:
-        table.add_column(title, justify="left" if title == COLUMNS[0] else "right")
+    first_title, *other_titles = COLUMNS
+    table.add_column(first_title, min_width=len(first_title))  # labels may wrap
+    for title in other_titles:
+        table.add_column(title, justify="right")
     for row in rows:
         table.add_row(
             row.architecture,
@@ -125,9 +127,7 @@ def show(rows: Sequence[CostRow]) -> None:
 
     console = Console(highlight=False)
     console.print(table)
-    notes = [
-        f"time per token, and memory: over {rows[0].architecture}; medians over steps, and peaks"
-    ]
+    notes = [f"overhead: of time per token, and of peak memory, over {rows[0].architecture}"]
     if any(row.time_overhead is None for row in rows):
         notes.append(
             f"{MISSING}: unknown, of another machine, or of seeds whose speeds differ by over 10 %"

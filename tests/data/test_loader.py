@@ -282,7 +282,7 @@ def test_order_is_the_formula_at_every_world_size(opened, world, local):
     assert min(counts) > 0
 
 
-def test_documents_are_seen_once_per_epoch_in_windows_of_their_own(stories):
+def test_each_document_is_seen_once_per_epoch_in_its_own_window(stories):
     """Labels are those of the document, without its first token and what the window cuts off."""
     with TokenShards.open(stories / "train") as shards:
         ends = shards.document_ends().tolist()

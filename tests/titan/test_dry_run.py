@@ -106,8 +106,10 @@ def test_epochs_over_each_source(data_folder, tmp_path, monkeypatch):
     # of windows with a document each, the documents are counted
     job = job_of("debug", "--data.path", str(data_folder), "--data.order", "documents")
     job.training.steps = 25
-    (text,) = plan_of(job, "h100", 1).epochs
-    assert text == f"3 of {data_folder.name} (300 documents drawn of 100)"
+    with open_shards(job) as data:
+        (draws,) = count_draws(job, data)
+    assert (draws.drawn, draws.available, draws.unit) == (25 * 12, 100, "documents")
+    assert plan_of(job, "h100", 1).epochs == [draws.text()]
 
     # without data, and for a task, which has no end
     assert plan_of(job_of("debug"), "h100", 1).epochs == ["no data yet"]
