@@ -24,10 +24,10 @@ from canon_pretrain.run.log import json_value
 COLUMNS = (
     "architecture",
     "runs",
-    "held-out loss",
+    "loss",
     "at step",
     "tokens/s",
-    "memory, GiB",
+    "GiB",
     "time overhead",
     "memory overhead",
 )
@@ -110,7 +110,7 @@ def show(rows: Sequence[CostRow]) -> None:
     """Print the table, and what is left out of it."""
     table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
     first_title, *other_titles = COLUMNS
-    table.add_column(first_title, min_width=len(first_title))  # labels may wrap
+    table.add_column(first_title, min_width=len(first_title), overflow="fold")  # labels may wrap
     for title in other_titles:
         table.add_column(title, justify="right")
     for row in rows:
@@ -127,7 +127,10 @@ def show(rows: Sequence[CostRow]) -> None:
 
     console = Console(highlight=False)
     console.print(table)
-    notes = [f"overhead: of time per token, and of peak memory, over {rows[0].architecture}"]
+    notes = [
+        "loss: held out; GiB: peak memory; "
+        f"overhead: of time per token, and of memory, over {rows[0].architecture}"
+    ]
     if any(row.time_overhead is None for row in rows):
         notes.append(
             f"{MISSING}: unknown, of another machine, or of seeds whose speeds differ by over 10 %"
