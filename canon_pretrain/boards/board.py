@@ -222,7 +222,7 @@ class Board:
         experts the width dim (appendix C). `base_model`: `[model]` of the task's config.
         """
         architecture, _, size = arm.partition("/")
-        own = self.architectures[architecture]
+        model_keys = self.architectures[architecture]
         sizes = dict(self.sizes.get(size, {}))
         for key, value in self.settings[setting].items():
             section, _, name = key.partition(".")
@@ -233,7 +233,7 @@ class Board:
         model = base_model | sizes
         shape = {key: model[key] for key in SHAPE_FIELDS if key in model}
         base: Any = SimpleNamespace(**vars(ModelArgs()) | _shape(model) | shape)
-        filled = fill_sizes(base, own)
+        filled = fill_sizes(base, model_keys)
         for key in sizes.keys() & {*SHAPE_FIELDS}:
             sizes[key] = filled.get(key, sizes[key])
         return sizes

@@ -6,6 +6,7 @@ name a task, TASK is its first score and TASK:SCORE another one.
 `board_content` returns it as dataclasses, which are report.json field by field. No torch.
 """
 
+import itertools
 import math
 import statistics
 from collections import Counter
@@ -866,26 +867,23 @@ def _parts(plan: BoardPlan, chosen: Mapping[Place, ShownRate]) -> list[PartRows]
     """Return the curves by k, depth or length of each task and size, at the rate of its score."""
     plots = []
     for task in dict.fromkeys(map(task_of_column, plan.tasks)):
-        shown = {arm: chosen[task, arm].shown for arm in plan.arms}
-        records = [result.record for results in shown.values() for result in results]
-        started = [record for record in records if record is not None]
+        # The runs that have started, which all have the same parts.
+        records: dict[str, list[RunRecord]] = {}
+        for arm in plan.arms:
+            shown = chosen[task, arm].shown
+            records[arm] = [result.record for result in shown if result.record is not None]
+        started = [*itertools.chain.from_iterable(records.values())]
         names = part_names(started[0]) if started else []
-        for size in dict.fromkeys(map(size_of, plan.arms)):
-            for name in names:
-                lines = []
-                for arm, results in shown.items():
-                    if size_of(arm) != size:
-                        continue
-                    curves = [
-                        score_curve(result.record, name)
-                        for result in results
-                        if result.record is not None
-                    ]
-                    line = _curve_row(arm, curves)
-                    if line is not None:
-                        lines.append(line)
-                if lines:
-                    plots.append(PartRows(task, size, name, lines))
+
+        for size, name in itertools.product(dict.fromkeys(map(size_of, plan.arms)), names):
+            arms = [arm for arm in plan.arms if size_of(arm) == size]
+            rows = [
+                _curve_row(arm, [score_curve(record, name) for record in records[arm]])
+                for arm in arms
+            ]
+            lines = [row for row in rows if row is not None]
+            if lines:
+                plots.append(PartRows(task, size, name, lines))
     return plots
 
 

@@ -175,6 +175,7 @@ def latex(figure: TaskFigure) -> str:
 
     What a publication prints follows in parentheses.
     """
+    # The head: names of architectures over their sizes.
     num_sizes = len(figure.sizes)
     groups = ["l", *("c" * num_sizes for _ in figure.grids)]
     heads = [
@@ -184,6 +185,7 @@ def latex(figure: TaskFigure) -> str:
     if any(figure.sizes):
         sizes = [_tex(size) for _ in figure.grids for size in figure.sizes]
         head_rows.append(["", *sizes])
+
     lines = [
         r"% \usepackage[table]{xcolor}",
         f"% {figure.task}: {figure.legend}",
@@ -191,6 +193,8 @@ def latex(figure: TaskFigure) -> str:
         *(rf"{' & '.join(row)} \\" for row in head_rows),
         r"\hline",
     ]
+
+    # The body.
     for difficulty in figure.difficulties:
         cells = [
             _tex_cell(grid.cells[difficulty, size])

@@ -65,18 +65,18 @@ def add_paper_arguments(parser: argparse.ArgumentParser) -> None:
 def run_paper(arguments: argparse.Namespace) -> None:
     """List the figures: question, rows, tiers, cost, and the runs that are done here."""
     figures = find_figures(arguments.folder)
-    known = {figure.number for figure in figures}
+    all_numbers = {figure.number for figure in figures}
     for number in arguments.numbers:
-        if number not in known:
+        if number not in all_numbers:
             raise UserError(
                 "board.figure",
                 f"{arguments.folder} has no figure {number}, expected one of "
-                f"{', '.join(map(str, sorted(known)))}. {NOT_BOARDS}",
+                f"{', '.join(map(str, sorted(all_numbers)))}. {NOT_BOARDS}",
                 given=number,
             )
 
     for figure in figures:
-        if figure.number in (arguments.numbers or known):
+        if figure.number in (arguments.numbers or all_numbers):
             for line in _lines(figure):
                 print(line, flush=True)
     print(NOT_BOARDS)

@@ -397,11 +397,13 @@ def check_promises(new: Sweep, folder: Path, old: Mapping[str, Promises]) -> Non
         path = folder / run.name
         if not has_started(path):
             continue
+
         promised = new.promises[run.config]
         if planned := read_planned(path):
             promised_before = planned.promises
         else:
             promised_before = old.get(run.config, Promises(promised.score))
+
         if not promised_before.same(promised):
             way_out = "choose another --out"
             if not promised_before.score and promised.score:  # the default may have changed

@@ -209,9 +209,9 @@ def price_lines(price: BoardPrice) -> Iterator[str]:
     )
 
     here_text = f"{price.here.flops / 1e9:,.0f} GFLOP/s"
-    known = f"assumed: {here_text} here"
+    source = f"assumed: {here_text} here"
     if price.measured_runs:
-        known = (
+        source = (
             f"here by {price.measured_runs} runs that have ended, which took "
             f"{price.measured_factor:.2f} of the time that {here_text} give"
         )
@@ -219,7 +219,7 @@ def price_lines(price: BoardPrice) -> Iterator[str]:
     if price.race_shares is not None:
         low, high = price.race_shares
         race = f"; --race took {100 * low:.0f} to {100 * high:.0f} % of the tokens in simulations"
-    yield f"  from counted FLOPs; {known}, {PEAK_SHARE:.0%} of an H100's peak{race}"
+    yield f"  from counted FLOPs; {source}, {PEAK_SHARE:.0%} of an H100's peak{race}"
 
 
 def _place(count: int, name: str) -> str:
@@ -228,13 +228,17 @@ def _place(count: int, name: str) -> str:
 
 def _line(place: str, unit: str, cost: Cost, left: Cost, count: int, price: BoardPrice) -> str:
     """Return the price in one place: hours and wall time, of all runs and of those left."""
-    text = f"  {place}: {_hours(cost.total_s)} {unit}, {duration(cost.on(count))}"
+    with_race = ""
     if price.race_shares is not None:
         low, high = (duration(share * cost.on(count)) for share in price.race_shares)
-        text += f", with --race {low} to {high}"
+        with_race = f", with --race {low} to {high}"
+
+    left_text = ""
     if 0 < price.num_left < price.num_runs:
-        text += f"; left {_hours(left.total_s)} {unit}, {duration(left.on(count))}"
-    return text
+        left_text = f"; left {_hours(left.total_s)} {unit}, {duration(left.on(count))}"
+
+    hours = f"{_hours(cost.total_s)} {unit}"
+    return f"  {place}: {hours}, {duration(cost.on(count))}{with_race}{left_text}"
 
 
 def _hours(seconds: float) -> str:

@@ -536,6 +536,7 @@ class BoardRace:
 
     def _write(self) -> None:
         """Write race.json; stops of arms that are not in the board any more stay in it."""
+        # What was written of other arms.
         old = read_race(self.folder)
         arms = {
             (entry.race.task, architecture)
@@ -548,6 +549,8 @@ class BoardRace:
             for order in old.orders
             if (order.task, order.arm) not in arms
         }
+
+        # What the races of this board say of theirs.
         stages = dict(old.stages)
         for entry in self.entries:
             race = entry.race
@@ -556,5 +559,6 @@ class BoardRace:
                 stops[stop.place] = stop
             for (worse, better), order in race.decided.items():
                 orders[race.task, worse, better] = order
+
         record = RaceRecord(list(stops.values()), list(orders.values()), stages)
         write_json(self.folder / RACE, asdict(record))

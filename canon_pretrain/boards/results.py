@@ -224,19 +224,25 @@ def read_results(plan: BoardPlan, now: datetime) -> tuple[list[Result], dict[str
         column_metrics[column] = metric
         for run in runs_of_task:
             result = replace(run, column=column)
-            if result.record is not None:
-                result.curve = score_curve(result.record, metric.name)
-            if result.state == "done":
-                _take_score(result, metric.name)
-            elif result.run.place in raced_steps:
-                _mark_raced(result, raced_steps[result.run.place])
-            if result.has_diverged and plan.diverged == "worst":
-                vocab_size = None
-                if result.record is not None:
-                    vocab_size = result.record.identity.get("model.vocab_size")
-                result.worst_score = metric.worst(vocab_size)
+            _score(result, metric, raced_steps.get(result.run.place), plan.diverged)
             results.append(result)
     return results, column_metrics
+
+
+def _score(result: Result, metric: Metric, raced_step: int | None, rule: DivergedRule) -> None:
+    """Set the scores of a run. `raced_step`: at which a race stopped it."""
+    if result.record is not None:
+        result.curve = score_curve(result.record, metric.name)
+    if result.state == "done":
+        _take_score(result, metric.name)
+    elif raced_step is not None:
+        _mark_raced(result, raced_step)
+
+    if result.has_diverged and rule == "worst":
+        vocab_size = None
+        if result.record is not None:
+            vocab_size = result.record.identity.get("model.vocab_size")
+        result.worst_score = metric.worst(vocab_size)
 
 
 def _read_result(plan: BoardPlan, run: BoardRun, now: datetime) -> Result:

@@ -147,6 +147,8 @@ def warnings(content: BoardContent) -> Iterator[str]:
             for model in content.models
         }
     )
+
+    # Runs without a score of their own.
     lost = [row for row in content.cells if row.num_without_score]
     if lost:
         yield (
@@ -159,6 +161,8 @@ def warnings(content: BoardContent) -> Iterator[str]:
             f"In {len(diverged)} of {len(content.cells)} cells a run diverged, at any rate, and "
             f"counts with the worst score of its task ({_listed(diverged)})."
         )
+
+    # Rates at an end of their grid.
     grids = _grids(content)
     for edge in ("lowest", "highest"):
         at_edge = [row for row in grids if row.edge == edge]

@@ -106,7 +106,7 @@ def _open(number: int, stream: TextIO) -> _PrintableStream:
     )
 
 
-def _resilient(stream: TextIO | None, number: int, own: TextIO | None) -> TextIO:
+def _resilient(stream: TextIO | None, number: int, python_stream: TextIO | None) -> TextIO:
     """Return Python's own stream, or None for one that was closed, as one that drops; others as is.
 
     `>&-` closes stdout. /dev/null then takes its number, which the next file would have, so that
@@ -114,7 +114,7 @@ def _resilient(stream: TextIO | None, number: int, own: TextIO | None) -> TextIO
     """
     if stream is None:
         return open(os.devnull, "w", encoding="utf-8", errors="backslashreplace")
-    if stream is not own:
+    if stream is not python_stream:
         return stream
     with contextlib.suppress(OSError):
         stream.flush()

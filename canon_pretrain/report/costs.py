@@ -100,10 +100,10 @@ def _memory(runs: Sequence[RunRecord]) -> float | None:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None and math.isfinite(value)]
-    if len(known) < len(values):
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    if len(finite) < len(values):
         return None
-    return math.fsum(known) / len(known)
+    return math.fsum(finite) / len(finite)
 
 
 def show(rows: Sequence[CostRow]) -> None:

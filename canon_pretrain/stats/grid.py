@@ -84,9 +84,9 @@ def grid_gain(
 
     subsets = _subsets(gains.size)
     smallest_p = 1 / (len(subsets) + 1)
-    least = _subset_means(subsets, least_gains, weights)
+    least_means = _subset_means(subsets, least_gains, weights)
     tolerance = ROUNDING * float(abs(gains).max())
-    p = smallest_p + float((least <= tolerance - margin).mean()) * (1 - smallest_p)
+    p = smallest_p + float((least_means <= tolerance - margin).mean()) * (1 - smallest_p)
     if are_shares and margin:
         p = max(p, _hidden_failures_p(mean_gain, margin, gains.size))
 
@@ -94,9 +94,9 @@ def grid_gain(
     interval = None
     num_beyond = math.floor(ALPHA / 2 * (len(subsets) + 1) - 1)
     if num_beyond >= 0:
-        most = _subset_means(subsets, most_gains, weights)
-        low = float(np.partition(least, num_beyond)[num_beyond])
-        high = float(-np.partition(-most, num_beyond)[num_beyond])
+        most_means = _subset_means(subsets, most_gains, weights)
+        low = float(np.partition(least_means, num_beyond)[num_beyond])
+        high = float(-np.partition(-most_means, num_beyond)[num_beyond])
         interval = low, high
     return GridGain(mean_gain, interval, p, smallest_p, gains.size)
 

@@ -86,9 +86,9 @@ class ReleasedCapo(Capo):
     @property
     def longest(self) -> int:
         corpus = self.corpus
-        *words, pronouns = map(_longest, corpus.words)
+        *lengths, pronouns = map(_longest, corpus.words)
         around_date = np.count_nonzero(corpus.openings, 1) + np.count_nonzero(corpus.closings, 1)
-        first = 1 + sum(words) + 1 + int(around_date.max())
+        first = 1 + sum(lengths) + 1 + int(around_date.max())
         others = (pronouns + _longest(table.ids) for table in corpus.sentences)
         return first + sum(others)
 
@@ -122,14 +122,14 @@ class ReleasedCapo(Capo):
         pronoun = corpus.words[-1][(person % len(PRONOUNS)).astype(np.int64)]
 
         # The first sentence has the full name, and the date as month, day, comma and year.
-        one = np.ones((len(person), 1), np.int64)
+        ones = np.ones((len(person), 1), np.int64)
         first_template = template[:, 0]
         sentences = [
             _joined([
-                (BOS * one, NO_ROLE),
+                (BOS * ones, NO_ROLE),
                 *((name, NAME) for name in names),
                 (corpus.openings[first_template], NO_ROLE),
-                *((part, FIRST_VALUE) for part in (month, day, corpus.comma * one, year)),
+                *((part, FIRST_VALUE) for part in (month, day, corpus.comma * ones, year)),
                 (corpus.closings[first_template], NO_ROLE),
             ])
         ]  # fmt: skip
@@ -151,8 +151,8 @@ class ReleasedCapo(Capo):
             is_start = (row == BOS) & (np.append(row[1:], BOS) != BOS)
             for start in np.flatnonzero(is_start):
                 sentences, _, _ = self._parse(row[start:].tolist())
-                found = list(itertools.chain.from_iterable(part.roles for part in sentences))
-                row_roles[start : start + len(found)] = found
+                read_roles = list(itertools.chain.from_iterable(part.roles for part in sentences))
+                row_roles[start : start + len(read_roles)] = read_roles
         return roles
 
     def _parse(self, ids: list[int]) -> tuple[list[Sentence], list[Sentence], list[int]]:
@@ -235,10 +235,12 @@ def _joined(parts: Iterable[tuple[np.ndarray, Any]]) -> tuple[np.ndarray, np.nda
 @functools.lru_cache(maxsize=4096)
 def _candidates(task: ReleasedCapo, person: int) -> list[list[Sentence]]:
     """Return all sentences that a person may have, by attribute."""
+    # The person as often as the attribute with most templates has them, each time with the next.
     num_templates = task.corpus.num_templates
-    most = max(num_templates)
-    numbers = np.full(most, person, np.uint64)
-    template = np.arange(most)[:, None] % num_templates
+    num_rows = max(num_templates)
+    numbers = np.full(num_rows, person, np.uint64)
+    template = np.arange(num_rows)[:, None] % num_templates
+
     by_attribute = []
     for (ids, roles), count in zip(task._sentences(numbers, template), num_templates, strict=True):
         candidates = []
