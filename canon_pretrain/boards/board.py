@@ -152,9 +152,10 @@ class Board:
         """The values of the task's config by task/difficulty."""
         settings: dict[str, Settings] = {}
         for name, task in self.tasks.items():
-            settings |= _variants(name, task.set, task.difficulties)
-        for values in settings.values():
-            values.pop(CONFIG, None)
+            changes = {}
+            for difficulty, values in task.difficulties.items():
+                changes[difficulty] = {key: values[key] for key in values if key != CONFIG}
+            settings |= _variants(name, task.set, changes)
         return settings
 
     @property
@@ -328,7 +329,7 @@ def read_board(path: Path, tier: str = "") -> Board:
             task, config=absolute(task.config), difficulties=difficulties
         )
 
-    # So are those of own mixers.
+    # Paths of own mixers too.
     architectures = {
         name: _with_mixer_paths(model, path.parent) for name, model in board.architectures.items()
     }
@@ -355,8 +356,14 @@ def _selected(values: Settings, path: Path) -> Settings:
     """Return the architectures that `only` names, in its order."""
     names = values.pop("only")
     architectures = values.get("architectures", {})
-    if not isinstance(names, list) or not isinstance(architectures, dict):
-        raise UserError("board.type", f"{path}: only = {names!r}: expected a list", key="only")
+    is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if not is_list or not isinstance(architectures, dict):
+        raise UserError(
+            "board.type",
+            f"{path}: only = {names!r}: expected a list of names of [architectures]",
+            key="only",
+        )
+    _check_once("only", names, path)
     for name in names:
         _check_name(name, architectures, path)
     return {name: architectures[name] for name in names}
@@ -406,6 +413,12 @@ def _build(values: Settings, source: str) -> Board:
     if isinstance(claims, list):
         values["claims"] = []
         for claim in claims:
+            if not isinstance(claim, dict):
+                raise UserError(
+                    "board.type",
+                    f"{source}: a claim is {claim!r}: expected a table, [[claims]]",
+                    key="claims",
+                )
             claim_values = dict(claim)
             if "tasks" in claim_values:
                 claim_values.setdefault("task", "")

@@ -18,8 +18,8 @@ def claim_cells(claim: Claim, settings: Collection[str], arms: Collection[str]) 
     """Return the cells of a claim, of which a claim over a grid has several.
 
     `settings`: the tasks of a board, or TASK/DIFFICULTY. A task with difficulties has all of them
-    as its cells, an architecture with sizes all of its arms, paired by size; sizes that only one of
-    both has are none. Names that the board does not have add no cell.
+    as its cells, an architecture with sizes all of its arms, paired by size; a size that
+    only one of the two has adds no cell, nor does a name that the board does not have.
     """
     better_arms = variants_of(claim.better, arms)
     worse_arms = variants_of(claim.worse, arms)

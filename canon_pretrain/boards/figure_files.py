@@ -15,7 +15,7 @@ import numpy as np
 from canon_pretrain.boards.content import BoardContent
 from canon_pretrain.boards.grids import (
     BITS,
-    GridCell,
+    FigureCell,
     SizePlot,
     TaskFigure,
     score_text,
@@ -94,7 +94,7 @@ def draw(figure: TaskFigure, kind: picture.Format) -> bytes:
 def _draw_grid(
     chart: Any,
     figure: TaskFigure,
-    cells: Mapping[tuple[str, str], GridCell],
+    cells: Mapping[tuple[str, str], FigureCell],
     name: str,
     titles: dict[str, str],
 ) -> None:
@@ -206,7 +206,7 @@ def latex(figure: TaskFigure) -> str:
     return "\n".join(lines)
 
 
-def _tex_cell(cell: GridCell) -> str:
+def _tex_cell(cell: FigureCell) -> str:
     text = _tex(cell.text)
     if cell.reference:
         text = f"{text} ({_tex(cell.reference)})"

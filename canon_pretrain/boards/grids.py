@@ -18,7 +18,7 @@ MISSING = "–"
 
 
 @dataclass(frozen=True)
-class GridCell:
+class FigureCell:
     """An architecture of a size at a difficulty: a row per score of the task."""
 
     scores: Sequence[str]
@@ -45,7 +45,7 @@ class Grid:
     """The cells of one architecture by (difficulty, size)."""
 
     architecture: str
-    cells: Mapping[tuple[str, str], GridCell]
+    cells: Mapping[tuple[str, str], FigureCell]
 
 
 @dataclass(frozen=True)
@@ -110,18 +110,18 @@ def task_figures(content: BoardContent) -> Iterator[TaskFigure]:
             by_difficulty.setdefault(difficulty, []).append(row)
         if len(sizes) == 1 and len(by_difficulty) == 1:
             continue
-        hardest = next(iter(by_difficulty.values()))
+        first_columns = next(iter(by_difficulty.values()))
         grids = [
             Grid(architecture, _cells(content, architecture, sizes, by_difficulty))
             for architecture in architectures
         ]
         yield TaskFigure(
             task=name,
-            scores=[row.name for row in hardest],
+            scores=[row.name for row in first_columns],
             sizes=sizes,
             difficulties=[*by_difficulty],
             grids=grids,
-            correlations=_correlations(content, name, len(hardest)),
+            correlations=_correlations(content, name, len(first_columns)),
         )
 
 
@@ -135,7 +135,7 @@ def _cells(
     architecture: str,
     sizes: Sequence[str],
     by_difficulty: Mapping[str, Sequence[TaskRow]],
-) -> dict[tuple[str, str], GridCell]:
+) -> dict[tuple[str, str], FigureCell]:
     """Return the cells of an architecture by difficulty and size."""
     rows = {(row.task, row.arm): row for row in content.cells}
     references = {}
@@ -148,7 +148,7 @@ def _cells(
             arm = f"{architecture}/{size}" if size else architecture
             cell_rows = [rows[task.task, arm] for task in tasks]
             reference_values = [references.get(task.task, {}).get(arm) for task in tasks]
-            cells[difficulty, size] = GridCell(
+            cells[difficulty, size] = FigureCell(
                 scores=[task.name for task in tasks],
                 rows=cell_rows,
                 texts=[

@@ -79,7 +79,7 @@ class Config:
 
 
 def plan_board(board: Board, folder: Path, *, extend: bool = False) -> tuple[Sweep, int]:
-    """Write the board's configs, sweep.json and board.json; return the sweep and its new runs.
+    """Write the configs, sweep.json and board.json; return the sweep, and how many runs are new.
 
     If the board is refused, nothing is written but the paths of a folder that was moved.
     """
@@ -236,9 +236,9 @@ def _changes(
     base_windows = base_values.get("validation", {})
     if windows and is_synthetic and "windows" not in base_windows:
         dotted.setdefault("validation.windows", windows)
-    shown_windows = dotted.get("validation.windows", base_windows.get("windows"))
+    num_windows = dotted.get("validation.windows", base_windows.get("windows"))
     if last_windows and is_synthetic and "last_windows" not in base_windows:
-        is_fewer = not isinstance(shown_windows, int) or shown_windows < last_windows
+        is_fewer = not isinstance(num_windows, int) or num_windows < last_windows
         if is_fewer:
             dotted.setdefault("validation.last_windows", last_windows)
 

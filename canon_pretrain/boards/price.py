@@ -78,7 +78,7 @@ H100 = Processor(
     step_s=0.008,
     layer_s=0.001,
     start_s=60,
-    factors={"gla": 1.45, "gated_deltanet": 1.9, "mamba2": 3.9},
+    factors={name: row.h100_step_factor for name, row in RECURRENT.items()},
     overlaps=True,
 )
 

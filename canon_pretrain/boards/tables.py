@@ -19,8 +19,8 @@ from canon_pretrain.boards.content import (
     TaskRow,
 )
 from canon_pretrain.boards.grids import (
+    FigureCell,
     Grid,
-    GridCell,
     TaskFigure,
     score_text,
     size_plots,
@@ -304,7 +304,7 @@ def _grid_table(figure: TaskFigure, grid: Grid) -> Table:
     return make_table(["", *figure.sizes], rows)
 
 
-def cell_title(cell: GridCell) -> str:
+def cell_title(cell: FigureCell) -> str:
     """Return each score of a cell with its learning rate and seeds, for a pointer over it."""
     parts = []
     for score, text, row in zip(cell.scores, cell.texts, cell.rows, strict=True):

@@ -82,6 +82,9 @@ class RecurrentMixer(NamedTuple):
     chunked_slowdown: float
     """Time of a step by the chunked form over that by fla, computed for the 1.3B models on an H100;
     1 if fla does not compute it (kernels/fla_mixers.py)."""
+    h100_step_factor: float
+    """Time of a training step on an H100 over that of attention at equal FLOPs, with what
+    mixer_backend = "auto" takes; computed for boards/price.py."""
 
     # initial values of a model whose layers have it, with init = "paper"
     embedding_std: float | None
@@ -195,6 +198,7 @@ RECURRENT: Mapping[str, RecurrentMixer] = MappingProxyType(
             state_products=2,
             temporary_bytes=66,  # 63 to 69
             chunked_slowdown=1.8,
+            h100_step_factor=1.45,
             embedding_std=None,
             has_llama_names=True,
         ),
@@ -213,6 +217,7 @@ RECURRENT: Mapping[str, RecurrentMixer] = MappingProxyType(
             state_products=2,
             temporary_bytes=28,  # 24 to 31
             chunked_slowdown=1.5,
+            h100_step_factor=3.9,
             # `initializer_range` of transformers 4.47, which the paper's code requires
             embedding_std=0.1,
             has_llama_names=True,
@@ -238,6 +243,7 @@ RECURRENT: Mapping[str, RecurrentMixer] = MappingProxyType(
             state_products=3,  # the delta rule reads it once more
             temporary_bytes=37,  # 36 to 38
             chunked_slowdown=2.0,
+            h100_step_factor=1.9,
             embedding_std=None,
             has_llama_names=True,
         ),

@@ -7,9 +7,10 @@ sign of each gain is then a fair coin given its size, whatever the noise of a ce
 its own size, all or nothing, or none at a floor. One seed per cell is enough: p is at least 1 / 2^N
 with N pairs. The statistic is the mean over cells of a cell's mean gain (Fisher 1935).
 
-What flips to a lower statistic is a subset of the pairs with a sum of at most 0. Hence p is the
-share of subsets with a mean gain of at most 0, it never grows with a gain, and the quantiles of the
-subsets' mean gains are the limits of the interval, which inverts the test (Hartigan 1969).
+Flipping the signs of a subset of the pairs leaves the statistic as high or higher if the gains of
+the subset sum to at most 0. Hence p is the share of subsets, the empty one included, with a mean
+gain of at most 0 (of -margin, if there is one); it never grows with a gain, and the quantiles of
+the subsets' mean gains are the limits of the interval, which inverts the test (Hartigan 1969).
 
 The best of several learning rates: it is chosen in each cell for both sides by the mean over seeds.
 An optimistic score of `worse` only makes p larger. That of `better` is optimistic too; if both
@@ -88,7 +89,8 @@ def grid_gain(
     tolerance = ROUNDING * float(abs(gains).max())
     p = smallest_p + float((least_means <= tolerance - margin).mean()) * (1 - smallest_p)
     if are_shares and margin:
-        p = max(p, _hidden_failures_p(mean_gain, margin, gains.size))
+        least_gain = float(weights @ least_gains) / len(cells)
+        p = max(p, _hidden_failures_p(least_gain, margin, gains.size))
 
     # Gains that a one-sided test at half of ALPHA would not reject.
     interval = None
@@ -127,8 +129,8 @@ def _mean_stderrs(cells: Sequence[GridCell]) -> list[float]:
     """Return the standard error of one side's mean score over the seeds of each cell.
 
     That of a gain is larger by sqrt(2). With several seeds it is that within cells. With one seed
-    per cell it is at most that of the gains over cells, whose scores are the best of several rates,
-    and vary less than those of one rate.
+    per cell, the spread of the gains over cells bounds it from above; it is corrected, since the
+    best of several rates varies less than one rate does.
     """
     squares = 0.0
     df = 0
@@ -150,7 +152,7 @@ def _mean_stderrs(cells: Sequence[GridCell]) -> list[float]:
 def _variance_of_maximum(count: int) -> float:
     """Return a lower bound of the variance of the best of `count` normal scores.
 
-    It is 1, 0.682, 0.559, 0.492 for 1 to 4 scores, and falls as 1 / log(count) then.
+    It is 1, 0.682, 0.559, 0.492 for 1 to 4 scores, and falls about as 1 / log(count) from there on.
     """
     return float(count**-0.6)
 
@@ -165,7 +167,7 @@ def _optimism(rate_means: Sequence[float], stderr: float) -> float:
 
 
 def _hidden_failures_p(gain: float, margin: float, num_pairs: int) -> float:
-    """Return the most probable case of no failure among the pairs if the true gain is -margin.
+    """Return the largest probability that no pair shows a failure if the true gain is -margin.
 
     A share q of the runs of `better` fails and loses 1, the others gain `gain`:
     -q + (1 - q) gain = -margin.

@@ -218,7 +218,8 @@ def test_rates_that_are_all_level_have_no_edge(levels, edges, tmp_path, capsys):
     assert {cell["edge"] for cell in content["cells"]} == edges
     page = Page(tmp_path / "report.html")
     warnings = [tag for tag, attributes in page.tags if attributes.get("class") == "warning"]
-    assert len(warnings) == 2 + (edges != {None})  # two are of pages without JavaScript or plotly
+    # Of a page without JavaScript or plotly, of unequal parameters, and of a rate at an edge.
+    assert len(warnings) == 3 + (edges != {None})
     assert ("all level" in page.text) == (edges == {None})
 
 
