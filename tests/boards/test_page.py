@@ -268,8 +268,7 @@ def test_missing_and_damaged_runs_are_open_or_lose(tmp_path, capsys):
 
 @pytest.mark.parametrize("scores", [None, {}, {500: math.nan}])
 def test_a_board_without_scores_has_a_page(scores, tmp_path, capsys):
-    sizes = "[sizes.small]\nnum_layers = 1\n[sizes.large]\nnum_layers = 2\n"
-    text = f'diverged = "verdict"\n{BOARD}{sizes}'
+    text = 'diverged = "verdict"\n' + BOARD + CLAIM.format("n8", "rope", "nope", 0.0)
 
     content, printed = report(tmp_path, capsys, lambda run: scores, text)
 
@@ -283,11 +282,8 @@ def test_a_board_without_scores_has_a_page(scores, tmp_path, capsys):
 
 @pytest.mark.parametrize("scores", [None, {}, {500: math.nan}])
 def test_heat_maps_of_a_board_without_scores_have_no_colors(scores, tmp_path, capsys):
-    text = (
-        'diverged = "verdict"\n'
-        + BOARD
-        + "[sizes.small]\nnum_layers = 1\n[sizes.large]\nnum_layers = 2\n"
-    )
+    sizes = "[sizes.small]\nnum_layers = 1\n[sizes.large]\nnum_layers = 2\n"
+    text = f'diverged = "verdict"\n{BOARD}{sizes}'
 
     report(tmp_path, capsys, lambda run: scores, text)
 
