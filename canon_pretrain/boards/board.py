@@ -66,7 +66,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from canon_pretrain.boards.claims import ClaimCell, claim_cells
+from canon_pretrain.boards.claims import ClaimCell, architecture_of, claim_cells, task_name
 from canon_pretrain.cluster.sweep import FOLDER_KEY, RATE_KEY, SEED_KEYS, Rate, Seed
 from canon_pretrain.core.errors import UserError, suggestion
 from canon_pretrain.model.args import (
@@ -91,6 +91,7 @@ MODEL_KEYS = {field.name for field in dataclasses.fields(ModelArgs)} - {"max_seq
 }
 CONFIG = "config"  # key of a difficulty, among dotted ones
 TIERS = "tiers"
+OWN_KEYS = {*SEED_KEYS["both"], FOLDER_KEY}  # that the board sets for each run
 FAMILIES = ("moe", "linear")  # of [rates]: mixtures of experts, models of recurrences only
 Settings = dict[str, Any]
 DivergedRule = Literal["worst", "verdict"]
@@ -191,7 +192,7 @@ class Board:
         ]
 
     def task_of(self, setting: str) -> BoardTask:
-        return self.tasks[setting.partition("/")[0]]
+        return self.tasks[task_name(setting)]
 
     def config_of(self, setting: str) -> str:
         """Return the config of a task/difficulty."""
@@ -207,7 +208,7 @@ class Board:
 
         The nearest counts: `rates` of the task, `[rates]`, the task's learning rates.
         """
-        architecture = arm.partition("/")[0]
+        architecture = architecture_of(arm)
         task = self.task_of(setting)
         families = _families(self.architectures[architecture])
         for rates in (task.rates, self.rates):
@@ -435,7 +436,18 @@ def _build(values: Settings, source: str) -> Board:
 
 def _check(board: Board, path: Path) -> None:
     """Raise UserError for names, keys, seeds and claims that do not fit together."""
-    # Names are parts of the names of configs and runs, which "-" joins.
+    _check_names(board, path)
+    _check_lists(board, path)
+    _check_model_keys(board, path)
+    _check_task_keys(board, path)
+    for claim in board.claims:
+        _check_claim(claim, board, path)
+    if board.reference:
+        _check_reference(board.reference, board, path)
+
+
+def _check_names(board: Board, path: Path) -> None:
+    """Raise UserError for names that cannot be parts of those of runs, which "-" joins."""
     names = [*board.architectures, *board.sizes, *board.tasks]
     for task in board.tasks.values():
         names += task.difficulties
@@ -447,6 +459,9 @@ def _check(board: Board, path: Path) -> None:
                 name=name,
             )
 
+
+def _check_lists(board: Board, path: Path) -> None:
+    """Raise UserError for seeds, rates or scores that are listed twice, or in two keys."""
     _check_once("seeds", board.seeds, path)
     _check_rates("rates", board.rates, board, path)
     for name, task in board.tasks.items():
@@ -461,8 +476,9 @@ def _check(board: Board, path: Path) -> None:
                 key=f"tasks.{name}.score",
             )
 
-    # Keys of [model] exist, and none is set that the board sets for each run.
-    own_keys = {*SEED_KEYS["both"], FOLDER_KEY}
+
+def _check_model_keys(board: Board, path: Path) -> None:
+    """Raise UserError for a key of [model] that does not exist, or that the board sets itself."""
     for table, model in _model_tables(board).items():
         for key in model:
             if key not in MODEL_KEYS:
@@ -472,8 +488,9 @@ def _check(board: Board, path: Path) -> None:
                     f"{suggestion(key, MODEL_KEYS)}",
                     key=key,
                 )
-            _check_free(f"model.{key}", own_keys, path)
-    _check_sizes(board, path)
+            _check_free(f"model.{key}", OWN_KEYS, path)
+    _check_set_once(board, path)
+
     for table, model in _model_tables(board).items():
         if "flavor" in model:
             try:
@@ -482,56 +499,66 @@ def _check(board: Board, path: Path) -> None:
                 error.message = f"{path}: {table}: {error.message}"
                 raise
 
-    # Keys of tasks have their section's name.
+
+def _check_task_keys(board: Board, path: Path) -> None:
+    """Raise UserError for a key of a task without its section, or that the board sets itself."""
     for setting, values in board.settings.items():
-        task_keys = set(own_keys)
+        own_keys = set(OWN_KEYS)
         if any(board.rates_of(setting, arm) for arm in board.arms):
-            task_keys.add(RATE_KEY)
+            own_keys.add(RATE_KEY)
         for key in values:
             if "." not in key:
-                name = setting.partition("/")[0]
                 raise UserError(
                     "board.dotted_key",
-                    f"{path}: tasks.{name} sets {key!r}: expected section.key in quotes",
+                    f"{path}: tasks.{task_name(setting)} sets {key!r}: expected section.key in "
+                    "quotes",
                     key=key,
                 )
-            _check_free(key, task_keys, path)
+            _check_free(key, own_keys, path)
 
-    # Claims and the reference are about tasks and arms of the board.
-    for claim in board.claims:
-        if claim.task and claim.tasks:
-            raise UserError(
-                "board.repeated",
-                f"{path}: a claim sets task and tasks: set one of them",
-                key="claims.tasks",
-            )
-        _check_once("claims.tasks", claim.tasks, path)
-        for name in claim.tasks or [claim.task]:
-            _check_name(name, [*dict.fromkeys((*board.settings, *board.tasks))], path)
-        arms = [*dict.fromkeys((*board.arms, *board.architectures))]
-        _check_name(claim.better, arms, path)
-        _check_name(claim.worse, [arm for arm in arms if arm != claim.better], path)
-        if (claim.better in board.arms) != (claim.worse in board.arms):
+
+def _check_claim(claim: Claim, board: Board, path: Path) -> None:
+    """Raise UserError for a claim on what the board does not have, or on unlike things."""
+    if claim.task and claim.tasks:
+        raise UserError(
+            "board.repeated",
+            f"{path}: a claim sets task and tasks: set one of them",
+            key="claims.tasks",
+        )
+    _check_once("claims.tasks", claim.tasks, path)
+
+    # Tasks, and the score.
+    all_tasks = [*dict.fromkeys((*board.settings, *board.tasks))]
+    for name in claim.tasks or [claim.task]:
+        _check_name(name, all_tasks, path)
+        if claim.score and claim.score not in board.task_of(name).all_scores:
             raise UserError(
                 "board.claim",
-                f"{path}: a claim compares {claim.better!r} with {claim.worse!r}: expected two "
-                "architectures, at all of their sizes, or two of ARCHITECTURE/SIZE",
-                given=claim.worse,
+                f"{path}: a claim on {name} names the score {claim.score!r}: list it in the "
+                "task's `scores`",
+                given=claim.score,
             )
-        for name in claim.tasks or [claim.task]:
-            if claim.score and claim.score not in board.task_of(name).all_scores:
-                raise UserError(
-                    "board.claim",
-                    f"{path}: a claim on {name} names the score {claim.score!r}: list it in the "
-                    "task's `scores`",
-                    given=claim.score,
-                )
-    if board.reference:
-        columns = [column for setting in board.settings for column in board.columns_of(setting)]
-        for column, scores in board.reference.values.items():
-            _check_name(column, columns, path)
-            for arm in scores:
-                _check_name(arm, board.arms, path)
+
+    # Two arms, or two architectures.
+    arms = [*dict.fromkeys((*board.arms, *board.architectures))]
+    _check_name(claim.better, arms, path)
+    _check_name(claim.worse, [arm for arm in arms if arm != claim.better], path)
+    if (claim.better in board.arms) != (claim.worse in board.arms):
+        raise UserError(
+            "board.claim",
+            f"{path}: a claim compares {claim.better!r} with {claim.worse!r}: expected two "
+            "architectures, at all of their sizes, or two of ARCHITECTURE/SIZE",
+            given=claim.worse,
+        )
+
+
+def _check_reference(reference: Reference, board: Board, path: Path) -> None:
+    """Raise UserError for scores of tasks or arms that the board does not have."""
+    columns = [column for setting in board.settings for column in board.columns_of(setting)]
+    for column, scores in reference.values.items():
+        _check_name(column, columns, path)
+        for arm in scores:
+            _check_name(arm, board.arms, path)
 
 
 def _check_once(key: str, values: Collection[float | str], path: Path) -> None:
@@ -589,7 +616,7 @@ def _model_tables(board: Board) -> dict[str, Settings]:
     return tables
 
 
-def _check_sizes(board: Board, path: Path) -> None:
+def _check_set_once(board: Board, path: Path) -> None:
     """Raise UserError for a key of [model] that is set twice."""
     tables = _model_tables(board)
     for setting, values in board.settings.items():

@@ -35,6 +35,16 @@ def claim_cells(claim: Claim, settings: Collection[str], arms: Collection[str]) 
     return [*dict.fromkeys(cells)]
 
 
+def task_name(setting: str) -> str:
+    """Return the task of TASK/DIFFICULTY."""
+    return setting.partition("/")[0]
+
+
+def architecture_of(arm: str) -> str:
+    """Return the architecture of ARCHITECTURE/SIZE."""
+    return arm.partition("/")[0]
+
+
 def size_of(arm: str) -> str:
     """Return the size of ARCHITECTURE/SIZE; "" of an architecture without sizes."""
     return arm.partition("/")[2]

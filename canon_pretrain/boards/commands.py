@@ -26,6 +26,7 @@ from canon_pretrain.boards.models import planned_models, unequal
 from canon_pretrain.boards.plan import (
     board_values,
     check_promises,
+    default_folder,
     plan_board,
     promised_by,
     read_plan,
@@ -120,7 +121,7 @@ def _title(arguments: argparse.Namespace) -> str:
 
 
 def _folder(arguments: argparse.Namespace) -> Path:
-    return arguments.out or Path("outputs", "boards", _title(arguments))
+    return arguments.out or default_folder(_title(arguments))
 
 
 def run_plan(arguments: argparse.Namespace) -> None:

@@ -18,7 +18,7 @@ from itertools import pairwise
 from typing import Any
 
 from canon_pretrain.boards.board import Reference, column_of
-from canon_pretrain.boards.claims import claim_cells, size_of
+from canon_pretrain.boards.claims import claim_cells, size_of, task_name
 from canon_pretrain.boards.grid_claims import GridTest, check_grid, missing_runs
 from canon_pretrain.boards.results import (
     RACED,
@@ -661,7 +661,7 @@ def _reference_figures(
     cells: dict[tuple[str, int], dict[str, Cell]] = {}
     values: dict[tuple[str, int], dict[str, float]] = {}
     for column, position in _positions(plan.tasks).items():
-        figure = task_of_column(column).partition("/")[0], position
+        figure = task_name(task_of_column(column)), position
         for arm, cell in final.get(column, {}).items():
             cells.setdefault(figure, {})[f"{column} {arm}"] = cell
         for arm, value in reference.values.get(column, {}).items():

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from canon_pretrain.boards.claims import task_name
 from canon_pretrain.boards.content import BoardContent
 from canon_pretrain.boards.grids import (
     BITS,
@@ -52,7 +53,7 @@ def write_figures(content: BoardContent, folder: Path) -> list[Path]:
     """Write the figures of all tasks with sizes or difficulties; return the paths."""
     plots: dict[str, list[SizePlot]] = {}
     for plot in size_plots(content):
-        name, _, _ = task_of_column(plot.task).partition("/")
+        name = task_name(task_of_column(plot.task))
         plots.setdefault(name, []).append(plot)
 
     paths = []

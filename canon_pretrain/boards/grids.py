@@ -8,7 +8,7 @@ No torch.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from canon_pretrain.boards.claims import size_of
+from canon_pretrain.boards.claims import architecture_of, size_of, task_name
 from canon_pretrain.boards.content import BoardContent, CellRow, TaskRow
 from canon_pretrain.boards.results import PART, task_of_column
 from canon_pretrain.core.terminal import printable
@@ -99,7 +99,7 @@ def task_figures(content: BoardContent) -> Iterator[TaskFigure]:
     sizes = [*dict.fromkeys(size_of(model.arm) for model in content.models)]
     columns_of: dict[str, list[TaskRow]] = {}
     for row in content.tasks:
-        name, _, _ = task_of_column(row.task).partition("/")
+        name = task_name(task_of_column(row.task))
         columns_of.setdefault(name, []).append(row)
 
     for name, columns in columns_of.items():
@@ -127,7 +127,7 @@ def task_figures(content: BoardContent) -> Iterator[TaskFigure]:
 
 def _architectures(content: BoardContent) -> list[str]:
     """Return the architectures in the board's order, which is that of the models."""
-    return [*dict.fromkeys(model.arm.partition("/")[0] for model in content.models)]
+    return [*dict.fromkeys(architecture_of(model.arm) for model in content.models)]
 
 
 def _cells(
@@ -196,8 +196,8 @@ def _heat(content: BoardContent, value: float | None, task: TaskRow) -> float | 
 
 def _is_same_score(row: TaskRow, other: TaskRow) -> bool:
     """Return whether both are the same score of one task, perhaps at two difficulties."""
-    name, _, _ = task_of_column(row.task).partition("/")
-    other_name, _, _ = task_of_column(other.task).partition("/")
+    name = task_name(task_of_column(row.task))
+    other_name = task_name(task_of_column(other.task))
     return (name, row.name) == (other_name, other.name)
 
 
@@ -223,7 +223,7 @@ def size_plots(content: BoardContent) -> Iterator[SizePlot]:
             points = []
             for row in content.cells:
                 model = counts[row.arm].get(task_of_column(task.task))
-                is_of_line = (row.task, row.arm.partition("/")[0]) == (task.task, architecture)
+                is_of_line = (row.task, architecture_of(row.arm)) == (task.task, architecture)
                 if is_of_line and row.shown_score is not None and model is not None:
                     points.append((model.parameters, row))
             points.sort(key=lambda point: point[0])

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from canon_pretrain.boards.board import read_board, read_board_file
 from canon_pretrain.boards.models import planned_models
-from canon_pretrain.boards.plan import board_values, planned_runs
+from canon_pretrain.boards.plan import board_values, default_folder, planned_runs
 from canon_pretrain.boards.price import BoardPrice, board_price
 from canon_pretrain.cluster.sweep import read_sweep
 from canon_pretrain.core.errors import UserError
@@ -105,7 +105,7 @@ def _takes(price: BoardPrice, tier: str) -> str:
 
 def _done(figure: Figure, tier: str) -> str:
     """Say how many of the runs planned in the default folder are DONE; "" without a plan."""
-    folder = Path("outputs", "boards", f"{figure.path.stem}-{tier}")
+    folder = default_folder(f"{figure.path.stem}-{tier}")
     with suppress(UserError):
         sweep = read_sweep(folder)
         num_done = sum(RunFolder(folder / run.name).done_file.exists() for run in sweep.runs)

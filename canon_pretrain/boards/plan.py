@@ -78,6 +78,11 @@ class Config:
         write_atomic(self.path, text.encode())
 
 
+def default_folder(title: str) -> Path:
+    """Return the folder of a board's runs. `title`: the name of its file, with "-" and the tier."""
+    return Path("outputs", "boards", title)
+
+
 def plan_board(board: Board, folder: Path, *, extend: bool = False) -> tuple[Sweep, int]:
     """Write the configs, sweep.json and board.json; return the sweep, and how many runs are new.
 

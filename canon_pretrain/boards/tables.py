@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from canon_pretrain.boards.claims import size_of
+from canon_pretrain.boards.claims import architecture_of, size_of
 from canon_pretrain.boards.content import (
     BoardContent,
     CellRow,
@@ -469,10 +469,10 @@ def rankings(content: BoardContent) -> Table:
 
 def _order_text(row: RankingRow, means: Mapping[tuple[str, str], float | None]) -> str:
     """Return the architectures, best first, with ">" between them, or "=" between equal means."""
-    text = _architecture(row.order[0])
+    text = architecture_of(row.order[0])
     for better, arm in itertools.pairwise(row.order):
         is_tie = means[row.task, better] == means[row.task, arm]
-        text = f"{text} {'=' if is_tie else '>'} {_architecture(arm)}"
+        text = f"{text} {'=' if is_tie else '>'} {architecture_of(arm)}"
     return text
 
 
@@ -542,7 +542,7 @@ def _draw_curves(rows: Sequence[CurveRow], names: Sequence[str]) -> Json:
     """Draw curves over steps with the band of their seeds."""
     lines = [
         MeanLine(
-            label=_architecture(row.arm),
+            label=architecture_of(row.arm),
             values=row.values,
             low=row.low,
             high=row.high,
@@ -556,11 +556,7 @@ def _draw_curves(rows: Sequence[CurveRow], names: Sequence[str]) -> Json:
 
 def architectures(content: BoardContent) -> list[str]:
     """Return the architectures of the arms, which are ARCHITECTURE or ARCHITECTURE/SIZE."""
-    return [*dict.fromkeys(_architecture(arm.arm) for arm in content.arms)]
-
-
-def _architecture(arm: str) -> str:
-    return arm.partition("/")[0]
+    return [*dict.fromkeys(architecture_of(arm.arm) for arm in content.arms)]
 
 
 def models(content: BoardContent) -> Table:
