@@ -25,7 +25,7 @@ from canon_pretrain.report.record import RunRecord
 RACE_SHARES = {True: (0.59, 0.68), False: (0.71, 0.83)}
 """Share of the tokens that simulated races took, by whether there are several learning rates."""
 RACED_SEEDS = 3
-"""Least seeds of those races."""
+"""FIRST_SEEDS of race.py, which imports scipy: too slow for `plan`."""
 
 
 @dataclass(frozen=True)
@@ -37,21 +37,27 @@ class Processor:
     """Counted FLOPs per second."""
     step_s: float
     layer_s: float
-    """What a step takes besides, and each of its layers; at least, if `overlaps`."""
+    """Host time per step, and per layer: added to that of the products, or its lower bound if
+    `overlaps`."""
     start_s: float
     """Start, compilation and last validation of a run."""
     factors: Mapping[str, float]
     """Time of a step over that of attention, at equal FLOPs, by mixer."""
     overlaps: bool
     """Whether the host's part of a step overlaps with the products."""
+    is_gpu: bool
 
     def seconds(self, model: PlannedModel) -> float:
         """Return what a run of the model takes."""
+        return self.start_s + self.training_s(model)
+
+    def training_s(self, model: PlannedModel) -> float:
+        """Return what the steps of a run take, without `start_s`."""
         products_s = model.tokens_per_step * model.flops_per_token / self.flops
         host_s = self.step_s + model.num_layers * self.layer_s
         step_s = max(products_s, host_s) if self.overlaps else products_s + host_s
         factor = max(self.factors.get(mixer, 1.0) for mixer in model.mixers)
-        return self.start_s + model.steps * step_s * factor
+        return model.steps * step_s * factor
 
 
 # Of runs on a core of a Xeon and an EPYC: 366 steps of 1.2 GFLOP in two layers take 29 CPU seconds
@@ -66,6 +72,7 @@ CORE = Processor(
     start_s=5,
     factors=dict.fromkeys(RECURRENT, 1.3),
     overlaps=False,
+    is_gpu=False,
 )
 # Computed from kernels, `plan --gpu h100`, for depo1_n225 at 12L768D and 8L512D: counted FLOPs are
 # 45 and 40 % of the peak with attention, 34 and 25 % with GLA + Canon, 28 and 17 % with
@@ -80,6 +87,7 @@ H100 = Processor(
     start_s=60,
     factors={name: row.h100_step_factor for name, row in RECURRENT.items()},
     overlaps=True,
+    is_gpu=True,
 )
 
 
@@ -117,10 +125,10 @@ class BoardPrice:
     cost_h100: Cost
     left_h100: Cost
     race_shares: tuple[float, float] | None
-    """None: no race of so few seeds was measured."""
+    """None: a task has fewer than RACED_SEEDS seeds, of which a race stops nothing."""
     measured_runs: int
     measured_factor: float
-    """Their time over the estimate, by which the others here were multiplied."""
+    """Their training time over the estimate, by which that of all runs here was multiplied."""
 
 
 def board_price(
@@ -139,10 +147,11 @@ def board_price(
         return None
     here, num_here = this_machine()
 
-    def seconds(run: PlannedRun, processor: Processor) -> float:
-        return processor.seconds(models[board.place_of(run.config)])
+    def model_of(run: PlannedRun) -> PlannedModel:
+        return models[board.place_of(run.config)]
 
-    # The runs that have ended here say how far the estimate is off.
+    # The runs that have ended here say how far the estimate of training is off. Their logs have
+    # neither the start of the process nor the last validation.
     measured_s = {}
     if folder is not None:
         for run in counted:
@@ -150,22 +159,30 @@ def board_price(
                 measured_s[run.name] = run_s
     factor = 1.0
     if measured_s:
-        estimated_s = sum(seconds(run, here) for run in counted if run.name in measured_s)
+        measured = [run for run in counted if run.name in measured_s]
+        estimated_s = sum(here.training_s(model_of(run)) for run in measured)
         factor = sum(measured_s.values()) / estimated_s
+
+    def seconds_here(run: PlannedRun) -> float:
+        return here.start_s + factor * here.training_s(model_of(run))
+
+    def seconds_h100(run: PlannedRun) -> float:
+        return H100.seconds(model_of(run))
 
     left = [run for run in counted if run.name not in ended]
     places = {(run.config, run.seed) for run in counted}
     several_rates = len(counted) > len(places)
+    least_seeds = min(len(board.seeds_of(setting)) for setting in board.settings)
     return BoardPrice(
         num_runs=len(runs),
         num_left=len([run for run in runs if run.name not in ended]),
         here=here,
         num_here=num_here,
-        cost_here=_cost([factor * seconds(run, here) for run in counted]),
-        left_here=_cost([factor * seconds(run, here) for run in left]),
-        cost_h100=_cost([seconds(run, H100) for run in counted]),
-        left_h100=_cost([seconds(run, H100) for run in left]),
-        race_shares=RACE_SHARES[several_rates] if len(board.seeds) >= RACED_SEEDS else None,
+        cost_here=_cost(list(map(seconds_here, counted))),
+        left_here=_cost(list(map(seconds_here, left))),
+        cost_h100=_cost(list(map(seconds_h100, counted))),
+        left_h100=_cost(list(map(seconds_h100, left))),
+        race_shares=RACE_SHARES[several_rates] if least_seeds >= RACED_SEEDS else None,
         measured_runs=len(measured_s),
         measured_factor=factor,
     )
@@ -196,7 +213,7 @@ def price_lines(price: BoardPrice) -> Iterator[str]:
         left = f", {price.num_left} left"
     yield f"Price of {price.num_runs} runs{left}:"
 
-    unit = "GPU-hours" if price.here.overlaps else "CPU-hours"
+    unit = "GPU-hours" if price.here.is_gpu else "CPU-hours"
     here = _place(price.num_here, price.here.name)
     yield _line(f"here, {here}", unit, price.cost_here, price.left_here, price.num_here, price)
     yield _line(
@@ -212,10 +229,10 @@ def price_lines(price: BoardPrice) -> Iterator[str]:
     source = f"assumed: {here_text} here"
     if price.measured_runs:
         source = (
-            f"here by {price.measured_runs} runs that have ended, which took "
+            f"here by {price.measured_runs} runs that have ended, whose training took "
             f"{price.measured_factor:.2f} of the time that {here_text} give"
         )
-    race = "; no race of so few seeds was measured"
+    race = f"; a race of fewer than {RACED_SEEDS} seeds stops nothing"
     if price.race_shares is not None:
         low, high = price.race_shares
         race = f"; --race took {100 * low:.0f} to {100 * high:.0f} % of the tokens in simulations"

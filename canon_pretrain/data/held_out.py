@@ -1,7 +1,8 @@
 """The held-out split, cut into windows for the trainer and `--suite validation`.
 
-Each token but the first is predicted once: windows of `seq_len + 1` tokens overlap by one. A run
-that trains on one document per window is scored on such windows: the first tokens of a document.
+In windows of a stream each token but the first is predicted once: windows of `seq_len + 1` tokens
+overlap by one. In order "documents" a window is the first `seq_len + 1` tokens of a document; the
+rest is not scored.
 """
 
 import math

@@ -22,6 +22,7 @@ from canon_pretrain.core.files import sha256_text
 from canon_pretrain.data.sampler import (
     Order,
     check_length,
+    least_tokens,
     offset_of_word,
     permuted,
     permuted_offset,
@@ -116,12 +117,13 @@ class Mixture(AbstractContextManager["Mixture"]):
     def check(self, order: str, seq_len: int) -> None:
         check_order(order, len(self.sources))
         for source in self.sources:
-            check_length(source.num_tokens, seq_len, str(source.folder))
+            check_length(source.num_tokens, least_tokens(order, seq_len) - 1, str(source.folder))
 
     def read(
         self, seed: int, samples: range, rank_samples: slice, order: Order, seq_len: int
     ) -> tuple[np.ndarray, list[int]]:
-        """Return the windows `samples[rank_samples]`, and the windows of `samples` per source."""
+        """Return the windows `samples[rank_samples]`, and the number of windows of `samples` per
+        source."""
         if order == "documents":
             return self._read_documents(seed, samples[rank_samples], seq_len), [len(samples)]
 
@@ -159,7 +161,7 @@ class Mixture(AbstractContextManager["Mixture"]):
     def _read_documents(self, seed: int, samples: range, seq_len: int) -> np.ndarray:
         """Return the document of each sample, cut to the window or padded; int64 [n, seq_len + 1].
 
-        Padding is ~EOS: no label, and after all that is one.
+        Padding is ~EOS: the input is EOS, and it is no label.
         """
         source = self.sources[0]
         batch = np.full((len(samples), seq_len + 1), ~source.eos_id, dtype=np.int64)

@@ -46,6 +46,11 @@ def check_length(num_tokens: int, seq_len: int, name: str = "the data") -> None:
         )
 
 
+def least_tokens(order: str, seq_len: int) -> int:
+    """Return the tokens that data needs: a window, or if documents are padded to one, a label."""
+    return 2 if order == "documents" else seq_len + 1
+
+
 def offset_of_word(word: int, num_tokens: int, seq_len: int) -> int:
     """Return the offset in [0, num_tokens - seq_len) for a uniform 64-bit `word`."""
     return (word * (num_tokens - seq_len)) >> 64

@@ -1,11 +1,13 @@
 """`canon run costs`: what architectures reach and what they cost, in one table. No torch.
 
-Held-out loss, tokens per second and memory of each, and both over those of the first, the baseline.
+Held-out loss, tokens per second and memory of each, and the overhead in time and memory over the
+first, the baseline.
 """
 
 import argparse
 import json
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -13,8 +15,8 @@ from rich import box
 from rich.table import Table
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.terminal import Console
-from canon_pretrain.report.architectures import Architecture, architectures, choose
+from canon_pretrain.core.terminal import Console, printable
+from canon_pretrain.report.architectures import Architecture, Choice, architectures, choose
 from canon_pretrain.report.record import RunRecord, exit_if_left_out, read_runs
 from canon_pretrain.report.sections import MISSING, number
 from canon_pretrain.report.speed import median_speed, same_machine, speed_ratio
@@ -37,7 +39,8 @@ COLUMNS = (
 class CostRow:
     """An architecture at its chosen learning rate: means over its runs; None if unknown.
 
-    The overheads are fractions of the baseline's time per token and memory: 0.1 is 10 % more.
+    `tokens_per_second` and the time overhead are of medians over runs. The overheads are
+    fractions of the baseline's time per token and memory: 0.1 is 10 % more.
     """
 
     architecture: str
@@ -52,12 +55,12 @@ class CostRow:
 
 def cost_rows(groups: Sequence[Architecture]) -> list[CostRow]:
     """Return a row per architecture; the first one is the baseline of the others."""
-    baseline = _chosen_runs(groups[0])
+    baseline = _chosen_runs(groups[0], choose(groups[0]))
     baseline_memory = _memory(baseline)
     rows = []
     for group in groups:
-        runs = _chosen_runs(group)
         choice = choose(group)
+        runs = _chosen_runs(group, choice)
         loss = None
         if choice.recipe is not None:
             loss = choice.losses[group.recipes.index(choice.recipe)]
@@ -75,7 +78,7 @@ def cost_rows(groups: Sequence[Architecture]) -> list[CostRow]:
                 runs=[run.label for run in runs],
                 loss=loss,
                 step=choice.step,
-                tokens_per_second=_mean([median_speed(run) for run in runs]),
+                tokens_per_second=_median_speed(runs),
                 memory_gib=memory,
                 time_overhead=None if ratio is None else 1 / ratio - 1,
                 memory_overhead=memory_overhead,
@@ -84,10 +87,20 @@ def cost_rows(groups: Sequence[Architecture]) -> list[CostRow]:
     return rows
 
 
-def _chosen_runs(group: Architecture) -> list[RunRecord]:
+def _chosen_runs(group: Architecture, choice: Choice) -> list[RunRecord]:
     """Return the runs of the chosen learning rate; all if none can be chosen."""
-    recipe = choose(group).recipe
-    return group.runs if recipe is None else recipe.runs
+    return group.runs if choice.recipe is None else choice.recipe.runs
+
+
+def _median_speed(runs: Sequence[RunRecord]) -> float | None:
+    """Return the median over runs of each one's, as `speed_ratio`; None if one has none."""
+    speeds = []
+    for run in runs:
+        speed = median_speed(run)
+        if speed is None:
+            return None
+        speeds.append(speed)
+    return statistics.median(speeds)
 
 
 def _memory(runs: Sequence[RunRecord]) -> float | None:
@@ -106,8 +119,8 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return math.fsum(finite) / len(finite)
 
 
-def show(rows: Sequence[CostRow]) -> None:
-    """Print the table, and what is left out of it."""
+def show(rows: Sequence[CostRow], waiting: Sequence[RunRecord]) -> None:
+    """Print the table, and what is left out of it; `waiting`: runs without a step."""
     table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
     first_title, *other_titles = COLUMNS
     table.add_column(first_title, min_width=len(first_title), overflow="fold")  # labels may wrap
@@ -131,10 +144,16 @@ def show(rows: Sequence[CostRow]) -> None:
         "loss: held out; GiB: peak memory; "
         f"overhead: of time per token, and of memory, over {rows[0].architecture}"
     ]
-    if any(row.time_overhead is None for row in rows):
+    if any(row.time_overhead is None or row.memory_overhead is None for row in rows):
         notes.append(
-            f"{MISSING}: unknown, of another machine, or of seeds whose speeds differ by over 10 %"
+            f"{MISSING}: unknown, of another machine, of seeds whose speeds differ by over 10 %, "
+            "or no memory in the log"
         )
+    if len({row.step for row in rows if row.loss is not None}) > 1:
+        notes.append("losses are of different steps: compare those of equal steps only")
+    if waiting:
+        labels = ", ".join(printable(run.label) for run in waiting)
+        notes.append(f"left out, no step logged: {labels}")
     console.print("\n".join(notes), markup=False, soft_wrap=True)
 
 
@@ -160,19 +179,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the table. Raises UserError if no run can be read, or none has begun."""
+    """Print the table. Raises UserError if no run can be read, or the first one has not begun."""
     runs, errors = read_runs(find_runs(arguments.runs))
-    begun = [run for run in runs if run.steps]
-    if not begun:
+    # Without the first one, another architecture could become the baseline.
+    if not runs[0].steps:
         raise UserError(
             "costs.no_steps",
-            f"{', '.join(arguments.runs)}: no run has logged a step; train them first",
+            f"{runs[0].label}, the baseline, has logged no step: train it, or name another run "
+            "first",
+            run=runs[0].label,
         )
 
+    begun = [run for run in runs if run.steps]
+    waiting = [run for run in runs if not run.steps]
     rows = cost_rows(architectures(begun))
     if arguments.json:
-        document = json_value({"architectures": [asdict(row) for row in rows]})
+        document = json_value(
+            {
+                "architectures": [asdict(row) for row in rows],
+                "without_a_step": [run.label for run in waiting],
+            }
+        )
         print(json.dumps(document, indent=2, ensure_ascii=False))
     else:
-        show(rows)
+        show(rows, waiting)
     exit_if_left_out(errors)

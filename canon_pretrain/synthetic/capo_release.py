@@ -158,7 +158,8 @@ class ReleasedCapo(Capo):
     def _parse(self, ids: list[int]) -> tuple[list[Sentence], list[Sentence], list[int]]:
         """Read a biography from its <bos> on: return its whole sentences, all that the person may
         have next (none behind the last one), and the ids behind the whole ones."""
-        # The longest names that fit: no name begins with another and what may follow that one.
+        # Take the longest name that fits: no name plus the start of what may follow it is the
+        # start of a longer name.
         numbers = []
         end = 1
         for names in self.corpus.names:
@@ -186,8 +187,8 @@ class ReleasedCapo(Capo):
         return self.corpus.longest_value
 
     def is_complete(self, answer: Sequence[int]) -> bool:
-        """Return whether no longer value begins with the answer. A value with which another one
-        begins ends at the token behind it."""
+        """Return whether no longer value begins with the answer. A value that begins a longer one
+        is complete only with one more token, which `judge` removes."""
         return tuple(answer) not in self.corpus.beginnings
 
     def judge(self, prompt: Sequence[int], answer: Sequence[int]) -> Judgement:

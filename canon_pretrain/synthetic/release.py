@@ -128,8 +128,8 @@ class ReleasedMano(Mano):
 
     @functools.cached_property
     def _released(self) -> np.ndarray:
-        """The release's id of each id of mano.py: 0, values, marks, synonyms of the marks. That of
-        <ans> is 4 or 5, to which 10 l is added."""
+        """The release's id of each id of mano.py, in the order: 0, values, marks, synonyms. <ans>
+        has base 4 or 5; `build` adds 10 l."""
         lengths = 10 * np.arange(1, self.l + 1)
         values = 5000 + np.arange(self.modulus)
         marks = [*range(1, 1 + len(OPERATORS)), BOS, 4, *lengths]

@@ -28,18 +28,20 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.synthetic.capo import SIZES
 
 FOLDER = Path("data-synthetic-pretrain", "Capo-bioS-bioR")
 SOURCE = "Capo-bioS-bioR.py"
 TEXT_FUNCTION = "get_text_simple3"
+FIRST, MIDDLE, LAST, DAYS, _, YEARS, CITIES, UNIVERSITIES, MAJORS, EMPLOYERS = SIZES
 LISTS = {
-    "first_name": 400,
-    "middle_name": 400,
-    "last_name": 1000,
-    "city": 200,
-    "university": 300,
-    "field": 100,
-    "company": 263,
+    "first_name": FIRST,
+    "middle_name": MIDDLE,
+    "last_name": LAST,
+    "city": CITIES,
+    "university": UNIVERSITIES,
+    "field": MAJORS,
+    "company": EMPLOYERS,
 }
 """The release's lists, one word a line, and their sizes; of companies, "name; city"."""
 TEMPLATES = {
@@ -57,11 +59,9 @@ MONTHS = (
 )  # fmt: skip
 FIRST_YEAR = 1900
 PRONOUNS = ("He", "She")
-DAYS = 28
-YEARS = 200
 SAMPLE_DATE = "May 2, 1999"
 SAMPLE_PARTS = (" Ann", " Lee", "'s birthday falls on", " May", " 2", ",", " 1999", ".", " He")
-"""Parts of a text that GPT-2 encodes as it encodes the text."""
+"""Parts that GPT-2 must encode to the same tokens as their concatenation; checked on loading."""
 FIRST_ID = 2
 """The id of the first token; those before it are unused and <bos>."""
 
@@ -199,7 +199,7 @@ def read_release(clone: str, tokenizer: str) -> Release:
     employers = [employer for employer, _, _ in companies]
     work_cities = list(dict.fromkeys(city for _, _, city in companies))
     if "" in work_cities:
-        _refuse(folder, "a company has no city")
+        _refuse(folder / "fields" / "company.txt", "a company has no city")
 
     # All that is ever encoded: words behind a space, and sentences with each of their values
     pieces = Pieces(Path(tokenizer))
@@ -276,8 +276,15 @@ def _read_templates(path: Path) -> list[list[tuple[str, str]]]:
     for name, placeholder in TEMPLATES.items():
         if name not in lists:
             _refuse(path, f"{TEXT_FUNCTION} has no {name}")
+        try:
+            texts = ast.literal_eval(lists[name])
+        except ValueError as error:
+            _refuse(path, f"{name}: {error}")
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            _refuse(path, f"{name} is no list of texts")
+
         of_attribute = []
-        for template in ast.literal_eval(lists[name]):
+        for template in texts:
             nothing, _, text = template.partition("{name}")
             before, value, after = text.partition(placeholder)
             if nothing or not value:

@@ -22,6 +22,7 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.held_out import joined_fingerprint, open_held_out, open_validation
 from canon_pretrain.data.loader import BatchLoader, samples_digest
 from canon_pretrain.data.mixture import Mixture
+from canon_pretrain.data.sampler import least_tokens
 from canon_pretrain.data.shards import ShardError, TokenShards
 from canon_pretrain.titan.device import has_accelerator
 from canon_pretrain.titan.job_config import HELD_OUT, CanonJobConfig
@@ -173,7 +174,7 @@ def open_shards(job: CanonJobConfig) -> Mixture:
             expected=mixture.vocab_size,
         )
 
-    window = job.training.seq_len + 1
+    num_needed = least_tokens(job.data.order, job.training.seq_len)
     for folder, source in zip(job.data.folders, mixture.sources, strict=True):
         if args.document_mask and source.eos_id != args.eos_id:
             raise UserError(
@@ -183,11 +184,12 @@ def open_shards(job: CanonJobConfig) -> Mixture:
                 folder=folder,
                 expected=source.eos_id,
             )
-        if source.num_tokens < window:
+        if source.num_tokens < num_needed:
             raise UserError(
                 "data.too_short",
-                f"{folder} has {source.num_tokens:,} training tokens, less than one window of "
-                f"training.seq_len + 1 = {window}",
+                f"{folder} has {source.num_tokens:,} training tokens; data.order = "
+                f"{job.data.order!r} with training.seq_len = {job.training.seq_len} needs at "
+                f"least {num_needed}",
                 folder=folder,
                 num_tokens=source.num_tokens,
             )

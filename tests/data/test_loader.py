@@ -388,6 +388,20 @@ def test_bad_sizes_and_orders_are_refused(folders, changed, code):
         loaders(lambda: Mixture.open(folders, WEIGHTS), 2, **{"local_batch": 3, **changed})
 
 
+def test_documents_may_be_shorter_than_a_window(tmp_path):
+    """Padding fills the window; only data without any label is refused."""
+    folder = write(tmp_path / "short", 0)
+    (loader,) = loaders(lambda: Mixture.open([folder]), 1, order="documents", seq_len=200)
+    (row,) = loader.next_batch()
+    assert row[:100].tolist() == Mixture.open([folder]).sources[0].read(0, 100).tolist()
+    assert row[100:].tolist() == [~EOS] * 101
+
+    for name, documents in {"empty": [], "one_token": [[3]]}.items():
+        write_shards(tmp_path / name / "train", documents, vocab_size=500, eos_id=EOS)
+        with refused("data.too_short"):
+            loaders(lambda name=name: Mixture.open([tmp_path / name]), 1, order="documents")
+
+
 def test_a_state_inside_a_step_needs_its_batch_size(folders):
     data = lambda: Mixture.open(folders, WEIGHTS)  # noqa: E731
     (loader,) = loaders(data, 1, 4)

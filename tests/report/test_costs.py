@@ -8,6 +8,7 @@ import pytest
 from canon_pretrain.report.architectures import architectures
 from canon_pretrain.report.costs import cost_rows
 from canon_pretrain.report.record import RunRecord
+from canon_pretrain.report.sections import MISSING
 from tests.report.test_speed import add_launch
 from tests.report_runs import launch, main, plant_run, run_command, step
 from tests.support import command_error
@@ -91,6 +92,59 @@ def test_the_first_run_named_is_the_baseline(runs, capsys):
     shown = capsys.readouterr().out
     assert "-20.0 %" in shown
     assert "3.2500" in shown
+
+
+def test_a_baseline_without_a_step_is_refused(tmp_path, capsys):
+    """Otherwise another architecture would be the baseline."""
+    plant_run(tmp_path / "a", [launch("start")], model__canon_set="")
+    planted(tmp_path / "b", speed=1000.0, memory=[2.0], losses={2: 3.0})
+
+    words = ["costs", str(tmp_path / "a"), str(tmp_path / "b")]
+    assert command_error(capsys, main, words) == "costs.no_steps"
+
+
+def test_other_runs_without_a_step_are_named(tmp_path, capsys):
+    planted(tmp_path / "a", speed=1000.0, memory=[2.0], losses={2: 3.0})
+    plant_run(tmp_path / "waiting", [launch("start")], model__canon_set="B")
+
+    assert run_command("costs", tmp_path) == 0
+    assert "waiting" in capsys.readouterr().out
+    assert run_command("costs", tmp_path, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["without_a_step"] == ["waiting"]
+
+
+def test_speeds_are_medians_over_runs_as_those_of_the_overhead(tmp_path):
+    runs = [planted(tmp_path / "base", name="", speed=1000.0, memory=[2.0], losses={2: 3.0})]
+    for seed, speed in enumerate((800.0, 800.0, 870.0)):
+        run = planted(tmp_path / f"a{seed}", seed=seed, speed=speed, memory=[2.0], losses={2: 3.0})
+        runs.append(run)
+
+    base, row = cost_rows(architectures(runs))
+    assert row.tokens_per_second == 800
+    assert base.tokens_per_second / row.tokens_per_second == pytest.approx(1 + row.time_overhead)
+
+
+def test_notes_say_why_a_number_is_missing(tmp_path, capsys):
+    planted(tmp_path / "a", speed=1000.0, memory=[2.0], losses={2: 3.0})
+    planted(tmp_path / "b", name="B", speed=1000.0, memory=[None], losses={2: 3.0})
+
+    assert run_command("costs", tmp_path / "a") == 0
+    assert MISSING not in capsys.readouterr().out
+    assert run_command("costs", tmp_path) == 0
+    assert f"{MISSING}: " in capsys.readouterr().out
+
+
+def test_losses_of_different_steps_are_noted(tmp_path, capsys):
+    planted(tmp_path / "a", speed=1000.0, memory=[2.0], losses={2: 3.0})
+    planted(tmp_path / "b", name="B", speed=1000.0, memory=[2.0], losses={2: 3.0})
+    assert run_command("costs", tmp_path) == 0
+    same_steps = capsys.readouterr().out
+
+    planted(tmp_path / "c", name="C", speed=1000.0, memory=[2.0], losses={1: 3.0})
+    assert run_command("costs", tmp_path) == 0
+    different_steps = capsys.readouterr().out
+    assert "different steps" in different_steps
+    assert "different steps" not in same_steps
 
 
 def test_runs_without_a_step_are_refused(tmp_path, capsys):

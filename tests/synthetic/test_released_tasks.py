@@ -280,6 +280,10 @@ def test_capo_needs_the_users_files(files, key):
         build_task("capo", files | {key: "a\0b"})
 
 
+def replace_text(path, old, new):
+    path.write_text(path.read_text().replace(old, new))
+
+
 def damaged(folder, files, name):
     """Copy the files, damage one, and return their settings."""
     shutil.copytree(files["release_path"], folder)
@@ -291,15 +295,21 @@ def damaged(folder, files, name):
         path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
     elif name == "no city":
         path = fields / "company.txt"
-        path.write_text(path.read_text().replace("; ", ", "))
+        replace_text(path, "; ", ", ")
     elif name == "no templates":
-        source.write_text(source.read_text().replace("sentence_structures4", "sentences"))
+        replace_text(source, "sentence_structures4", "sentences")
     elif name == "no Python":
         source.write_text(source.read_text() + ")")
+    elif name == "no literal":
+        replace_text(source, "sentence_structures4 = ", "sentence_structures4 = list() or ")
+    elif name == "no texts":
+        replace_text(source, "sentence_structures4 = [", "sentence_structures4 = [1, ")
+    elif name == "no list":
+        replace_text(source, "sentence_structures4 = ", "sentence_structures4 = 1 #")
     elif name == "no UTF-8":
         source.write_bytes(source.read_bytes() + b"\xff")
     elif name == "no value":
-        source.write_text(source.read_text().replace("{field}", "law"))
+        replace_text(source, "{field}", "law")
     elif name == "no tokenizer":
         tokenizer.write_text("{}")
     elif name == "another split":
@@ -316,6 +326,9 @@ def damaged(folder, files, name):
         "no city",
         "no templates",
         "no Python",
+        "no literal",
+        "no texts",
+        "no list",
         "no UTF-8",
         "no value",
         "no tokenizer",
@@ -325,6 +338,11 @@ def damaged(folder, files, name):
 def test_damaged_files_are_refused(files, tmp_path, name):
     with refused("task.release"):
         build_task("capo", damaged(tmp_path / "clone", files, name))
+
+
+def test_a_refusal_names_the_file(files, tmp_path):
+    with refused("task.release", path=tmp_path / "clone" / FOLDER / "fields" / "company.txt"):
+        build_task("capo", damaged(tmp_path / "clone", files, "no city"))
 
 
 def test_released_settings_survive_a_replacement(capo):

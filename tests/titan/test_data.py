@@ -65,6 +65,10 @@ def test_a_source_that_is_too_short_is_named(web, tmp_path):
     with refused("data.too_short", folder=str(short), num_tokens=30):
         open_shards(parse_job(mixture(tmp_path, [web, short], [1, 1])))
 
+    # a window of one document is padded
+    job = parse_job(experiment(tmp_path, "--data.path", short, "--data.order", "documents"))
+    assert open_shards(job).num_tokens == 30
+
 
 def test_a_source_of_another_vocabulary_is_refused(web, tmp_path):
     other = tmp_path / "other"
