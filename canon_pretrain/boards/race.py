@@ -60,8 +60,9 @@ class Stage(NamedTuple):
 def race_stages(num_seeds: int, steps: int) -> list[Stage]:
     """Return the stages of a task; after each but the last, arms may be stopped.
 
-    A board with fewer than FIRST_SEEDS seeds stops nothing: of boards of one task and two equal
-    architectures that a run learns or not, two seeds ordered a tenth (tests/simulate_boards.py).
+    A board with fewer than FIRST_SEEDS seeds stops nothing. In simulated boards of one task and two
+    equal architectures whose runs learn or do not, a race with two seeds declared a false order in
+    one of ten (tests/simulate_boards.py).
     """
     if num_seeds < FIRST_SEEDS:
         return [Stage(num_seeds, steps)]
@@ -290,7 +291,8 @@ class Race:
     ) -> float:
         """Return the largest p of the arms being as good as `best`; 1 if it is above `level`.
 
-        Or if one of them could be equal, by chance, with a probability above `chance_level`.
+        Return 1 also if an arm could equal `best` by chance with a probability above
+        `chance_level`.
         """
         best_cell = cells[best]
         largest_p = 0.0
@@ -311,10 +313,10 @@ class Race:
     def _chance_bound(self, low: Cell, high: Cell) -> float:
         """Return how probable it is that equal arms jumped with all seeds of `high`, none of `low`.
 
-        0 if scores of other arms are between them, which shows that learning is gradual; and for
-        scores that are not shares. Else the two-sided p of the counts, if `high` is all-or-nothing,
-        times the probability that it is: of all cells of the board that have left the floor, as
-        many are as are split, by the rule of succession.
+        0 if cells are split (tested as counts), if scores are not shares, or if no gap wider than
+        APART separates both (learning is gradual). Else the two-sided p of the counts, times the
+        probability that `high` is all-or-nothing. Its prior is from the share of split cells among
+        those of the board that have left the floor, by the rule of succession.
         """
         if low.is_split or high.is_split or not high.is_share:
             return 0.0  # tested as counts anyway
