@@ -421,7 +421,7 @@ class BoardRace:
         }
 
         # Continue from race.json, which may be of a plan with more stages. A task has a race per
-        # size; the races of a board see each other's cells.
+        # size, each with the stops of its own arms; the races of a board see each other's cells.
         record = read_race(folder)
         seen: dict[Place, Cell] = {}
         for entry in entries:
@@ -429,11 +429,12 @@ class BoardRace:
             race.seen = seen
             stage = record.stages.get(entry.name, 0)
             entry.stage = min(stage, len(race.stages) - 1)
+            architectures = {architecture for architecture, _ in entry.runs}
             for stop in record.stops:
-                if stop.task == race.task:
+                if stop.task == race.task and stop.arm in architectures:
                     race.stopped[stop.arm, stop.learning_rate] = stop
             for order in record.orders:
-                if order.task == race.task:
+                if order.task == race.task and order.arm in architectures:
                     race.decided[order.arm, order.better] = order
 
         # Before the first look: from here on the final tests have only 1 - RACE_SHARE of alpha.

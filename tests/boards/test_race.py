@@ -310,6 +310,37 @@ def test_a_stopped_arm_returns_with_the_fourth_seeds(tmp_path):
     assert read_race(tmp_path).stops == read_race(tmp_path).orders == []
 
 
+def test_races_of_two_sizes_stop_and_return_their_own_arms(tmp_path):
+    """A race has only its own stops: one that it takes back is not written again by the other."""
+    entries = []
+    for size in ("thin", "wide"):
+        names = {arm: [f"{arm}-{size}-{seed}" for seed in range(4)] for arm in "abc"}
+        runs = {(f"{arm}/{size}", None): names[arm] for arm in "abc"}
+        for (arm, _), scores in FAR.items():
+            for name, score in zip(names[arm], scores, strict=False):
+                plant(tmp_path, name, {100: score, 200: score, 400: score})
+        entries.append(Entry(Race("t", STAGES), runs, size))
+    steps = {name: 100 for entry in entries for names in entry.runs.values() for name in names[:3]}
+    fourth_seeds = [f"{arm}-{size}-3" for arm in "abc" for size in ("thin", "wide")]
+    steps |= dict.fromkeys(fourth_seeds, 0)
+    arms = {f"{arm}/{size}" for arm in "bc" for size in ("thin", "wide")}
+    assert {stop.arm for stop in BoardRace(tmp_path, entries).advance(steps, {})} == arms
+
+    def again():
+        fresh = [Entry(Race("t", STAGES), entry.runs, entry.size) for entry in entries]
+        return BoardRace(tmp_path, fresh)
+
+    # the fourth seed of a/thin does not learn
+    plant(tmp_path, "a-thin-3", {100: 0.1, 200: 0.1, 400: 0.1})
+    again().advance(steps | {f"a-thin-{seed}": 400 for seed in range(4)}, {})
+
+    record = read_race(tmp_path)
+    assert {stop.arm for stop in record.stops} == {"b/wide", "c/wide"}
+    assert {order.arm for order in record.orders} == {"b/wide", "c/wide"}
+    assert not again().is_stopped("b-thin-0")
+    assert again().is_stopped("b-wide-0")
+
+
 def test_a_few_simulated_races():
     rates = simulate.races(2, np.random.default_rng(7), (3, 2, 3), (0.05,))
 
