@@ -5,6 +5,7 @@ arms of a task to the same step; further seeds are trained of the arms that are 
 the better arm show that it was better by chance, what it stopped returns.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -60,8 +61,9 @@ class Stage(NamedTuple):
 def race_stages(num_seeds: int, steps: int) -> list[Stage]:
     """Return the stages of a task; after each but the last, arms may be stopped.
 
-    A board with fewer than FIRST_SEEDS seeds stops nothing: of boards of one task and two equal
-    architectures that a run learns or not, two seeds ordered a tenth (tests/simulate_boards.py).
+    A board with fewer than FIRST_SEEDS seeds stops nothing. In simulated boards of one task and two
+    equal architectures whose runs learn or do not, a race with two seeds declared a false order in
+    one of ten (tests/simulate_boards.py).
     """
     if num_seeds < FIRST_SEEDS:
         return [Stage(num_seeds, steps)]
@@ -69,6 +71,15 @@ def race_stages(num_seeds: int, steps: int) -> list[Stage]:
     further_counts = range(FIRST_SEEDS + 1, num_seeds + 1)
     further_seeds = [Stage(count, steps) for count in further_counts]
     return [*dict.fromkeys(rungs), *further_seeds]
+
+
+class Comparison(NamedTuple):
+    """The scores of both arms of a stop at one step; `items`: of each, as in `measure`."""
+
+    worse: Sequence[float]
+    better: Sequence[float]
+    lower_is_better: bool = False
+    items: int = ITEMS
 
 
 class _Test(NamedTuple):
@@ -195,28 +206,25 @@ class Race:
     def reconsider(
         self,
         num_seeds: int,
-        scores_at: Callable[[Arm, Stage], Sequence[float] | None],
-        *,
-        lower_is_better: bool = False,
-        items: int = ITEMS,
+        compare: Callable[[Stop], Comparison | None],
     ) -> list[Arm]:
         """Bring back the arms that are not worse than `num_seeds` seeds of what stopped them.
 
-        That is if the p of this comparison alone is above ALPHA. `scores_at`: the finite scores of
-        an arm at a step, over its first seeds; None if one is unknown. An order is taken back with
-        all that it stopped.
+        That is if the p of this comparison alone is above ALPHA. `compare`: the finite scores of
+        the seeds by which an arm was stopped, and of `num_seeds` of the better arm; None if one is
+        unknown. An order is taken back with all that it stopped.
         """
 
         def holds(stop: Stop) -> bool:
             if stop.p is None or num_seeds <= stop.num_seeds:
                 return True
-            worse_scores = scores_at(stop.worse_arm, Stage(stop.num_seeds, stop.step))
-            better_scores = scores_at(stop.better_arm, Stage(num_seeds, stop.step))
-            if worse_scores is None or better_scores is None:
+            comparison = compare(stop)
+            if comparison is None:
                 return True
-            cells = measure_task({"worse": worse_scores, "better": better_scores}, items=items)
+            scores = {"worse": comparison.worse, "better": comparison.better}
+            cells = measure_task(scores, items=comparison.items)
             gain = cells["better"].mean - cells["worse"].mean
-            if lower_is_better:
+            if comparison.lower_is_better:
                 gain = -gain
             p = difference_p(gain, cells["worse"], cells["better"])
             return gain > 0 and p is not None and p <= ALPHA
@@ -290,7 +298,8 @@ class Race:
     ) -> float:
         """Return the largest p of the arms being as good as `best`; 1 if it is above `level`.
 
-        Or if one of them could be equal, by chance, with a probability above `chance_level`.
+        Return 1 also if an arm could equal `best` by chance with a probability above
+        `chance_level`.
         """
         best_cell = cells[best]
         largest_p = 0.0
@@ -311,10 +320,10 @@ class Race:
     def _chance_bound(self, low: Cell, high: Cell) -> float:
         """Return how probable it is that equal arms jumped with all seeds of `high`, none of `low`.
 
-        0 if scores of other arms are between them, which shows that learning is gradual; and for
-        scores that are not shares. Else the two-sided p of the counts, if `high` is all-or-nothing,
-        times the probability that it is: of all cells of the board that have left the floor, as
-        many are as are split, by the rule of succession.
+        0 if cells are split (tested as counts), if scores are not shares, or if no gap wider than
+        APART separates both (learning is gradual). Else the two-sided p of the counts, times the
+        probability that `high` is all-or-nothing. Its prior is from the share of split cells among
+        those of the board that have left the floor, by the rule of succession.
         """
         if low.is_split or high.is_split or not high.is_share:
             return 0.0  # tested as counts anyway
@@ -405,6 +414,56 @@ def _have_reached(
     return all(steps[run] >= stage.step or run in failed for run in runs)
 
 
+def _compare(
+    entry: Entry,
+    stop: Stop,
+    num_seeds: int,
+    read_curve: Callable[[str, int], tuple[Metric, dict[int, float]] | None],
+) -> Comparison | None:
+    """Return the scores of a stopped arm and of `num_seeds` seeds of the better one.
+
+    They are of the last step up to that of the stop at which all of these runs have one: further
+    seeds train straight past it, and validate only at multiples of validation.freq. None if there
+    is no such step, if a run has not reached the stop, or if one has diverged.
+    """
+    worse_names = entry.runs.get(stop.worse_arm, ())[: stop.num_seeds]
+    better_names = entry.runs.get(stop.better_arm, ())[:num_seeds]
+    if len(worse_names) < stop.num_seeds or len(better_names) < num_seeds:
+        return None
+
+    curves = {}
+    for name in (*worse_names, *better_names):
+        read = read_curve(name, stop.step)
+        if read is None:
+            return None
+        _, curves[name] = read
+        if max(curves[name], default=0) < stop.step:
+            return None
+
+    shared_steps = [
+        step
+        for step in curves[better_names[0]]
+        if step <= stop.step and all(step in curve for curve in curves.values())
+    ]
+    if not shared_steps:
+        return None
+
+    # The metric is of the compared step: at their last one runs are asked about more windows.
+    step = max(shared_steps)
+    read = read_curve(better_names[0], step)
+    worse_scores = finite_scores(curves[name][step] for name in worse_names)
+    better_scores = finite_scores(curves[name][step] for name in better_names)
+    if read is None or len(worse_scores) < stop.num_seeds or len(better_scores) < num_seeds:
+        return None
+    metric, _ = read
+    return Comparison(
+        worse_scores,
+        better_scores,
+        lower_is_better=metric.lower_is_better,
+        items=metric.items or UNBOUNDED,
+    )
+
+
 class BoardRace:
     """The races of a board in `folder`: to which step a run may train now, and what is stopped."""
 
@@ -419,7 +478,7 @@ class BoardRace:
         }
 
         # Continue from race.json, which may be of a plan with more stages. A task has a race per
-        # size; the races of a board see each other's cells.
+        # size, each with the stops of its own arms; the races of a board see each other's cells.
         record = read_race(folder)
         seen: dict[Place, Cell] = {}
         for entry in entries:
@@ -427,11 +486,12 @@ class BoardRace:
             race.seen = seen
             stage = record.stages.get(entry.name, 0)
             entry.stage = min(stage, len(race.stages) - 1)
+            architectures = {architecture for architecture, _ in entry.runs}
             for stop in record.stops:
-                if stop.task == race.task:
+                if stop.task == race.task and stop.arm in architectures:
                     race.stopped[stop.arm, stop.learning_rate] = stop
             for order in record.orders:
-                if order.task == race.task:
+                if order.task == race.task and order.arm in architectures:
                     race.decided[order.arm, order.better] = order
 
         # Before the first look: from here on the final tests have only 1 - RACE_SHARE of alpha.
@@ -515,23 +575,13 @@ class BoardRace:
 
     def _reconsider(self, entry: Entry, stage: Stage) -> list[Arm]:
         """Bring back arms of a race by the scores that the seeds up to a stage have."""
-        curves = {}
-        metric = HELD_OUT_LOSS
-        for name in itertools.chain.from_iterable(entry.runs.values()):
-            if entry.race.stopped and (read := self._curve(entry, name, stage.step)) is not None:
-                metric, curves[name] = read
-
-        def scores_at(arm: Arm, past: Stage) -> list[float] | None:
-            names = entry.runs.get(arm, ())[: past.num_seeds]
-            scores = [curves.get(name, {}).get(past.step) for name in names]
-            finite = finite_scores(scores)
-            return finite if len(finite) == past.num_seeds else None
-
+        if not entry.race.stopped:
+            return []
+        # Many arms may have been stopped by the same one: each of its runs is read once.
+        read_curve = functools.cache(functools.partial(self._curve, entry))
         return entry.race.reconsider(
             stage.num_seeds,
-            scores_at,
-            lower_is_better=metric.lower_is_better,
-            items=metric.items or UNBOUNDED,
+            lambda stop: _compare(entry, stop, stage.num_seeds, read_curve),
         )
 
     def _write(self) -> None:

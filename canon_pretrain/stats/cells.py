@@ -334,8 +334,9 @@ def _cuts(
     """Return the middle of the widest gap between the scores of each cell that it splits.
 
     `groups`: the scores by task and name. Shares are split if it is wider than APART. Of other
-    scores it must be wider than HALF of the range of the task's scores, and no other cell of the
-    task have a score in it; or be FAR wider than the steadier quarter of its cells varies.
+    scores, a part of the gap that has no score of the task must be wider than HALF of the range of
+    the task's scores; or the whole gap must be, and wider than FAR times the lower quartile of the
+    cells' standard deviations.
     """
     groups_by_task: dict[str, list[np.ndarray]] = {}
     for (task, _), group in groups.items():

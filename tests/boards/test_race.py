@@ -2,16 +2,18 @@
 
 import json
 import math
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from canon_pretrain.boards.race import BoardRace, Entry, Race, Stage, race_stages
-from canon_pretrain.boards.stops import RACE, read_race
+from canon_pretrain.boards.race import BoardRace, Comparison, Entry, Race, Stage, race_stages
+from canon_pretrain.boards.stops import RACE, RaceRecord, Stop, read_race
+from canon_pretrain.core.files import write_json
 from canon_pretrain.stats.claims import Claim
 from tests import simulate_boards as simulate
-from tests.report_runs import EVENTS, plant_run
+from tests.report_runs import EVENTS, IDENTITY, plant_run
 
 STAGES = race_stages(4, 400)
 FAR = {
@@ -150,20 +152,20 @@ def test_an_order_is_taken_back_if_further_seeds_are_worse():
     race.look(STAGES[0], FAR)
     assert {*race.stopped} == {("b", 1.0), ("c", 1.0)}
 
-    def scores_at(fourth):
-        def scores(arm, stage):
-            assert stage.step == 100
-            return [*FAR[arm], fourth][: stage.num_seeds]
+    def with_fourth(score):
+        def compare(stop):
+            assert (stop.num_seeds, stop.step) == (3, 100)
+            return Comparison(FAR[stop.worse_arm], [*FAR[stop.better_arm], score])
 
-        return scores
+        return compare
 
     # the scores of the first seeds, or a fourth one that is as good: nothing changes
-    assert race.reconsider(3, scores_at(0.1)) == []
-    assert race.reconsider(4, scores_at(0.93)) == []
-    assert race.reconsider(4, lambda arm, stage: None) == []
+    assert race.reconsider(3, with_fourth(0.1)) == []
+    assert race.reconsider(4, with_fourth(0.93)) == []
+    assert race.reconsider(4, lambda stop: None) == []
     assert len(race.decided) == 2
 
-    assert {*race.reconsider(4, scores_at(0.1))} == {("b", 1.0), ("c", 1.0)}
+    assert {*race.reconsider(4, with_fourth(0.1))} == {("b", 1.0), ("c", 1.0)}
     assert (race.stopped, race.decided) == ({}, {})
 
 
@@ -172,9 +174,8 @@ def test_a_learning_rate_returns_alone():
     race = Race("t", STAGES, seen=steady())
     race.look(STAGES[0], scores)
     assert {*race.stopped} == {("a", 2.0)}
-    later = {("a", 1.0): [0.9, 0.91, 0.92, 0.1]}
-    returned = race.reconsider(4, lambda arm, stage: (scores | later)[arm][: stage.num_seeds])
-    assert returned == [("a", 2.0)]
+    later = Comparison(scores["a", 2.0], [*scores["a", 1.0], 0.1])
+    assert race.reconsider(4, lambda stop: later) == [("a", 2.0)]
 
 
 def test_split_cells_of_an_architecture_or_task_delay_an_order():
@@ -217,10 +218,10 @@ def plant(folder, name, curve):
     plant_run(folder / name, [*EVENTS, *validations])
 
 
-def board_race(folder):
+def board_race(folder, steps=400):
     """Return the race of a board of one task, with four seeds of arms a, b and c."""
     runs = {(arm, None): [f"{arm}{seed}" for seed in range(4)] for arm in "abc"}
-    return BoardRace(folder, [Entry(Race("t", STAGES), runs)])
+    return BoardRace(folder, [Entry(Race("t", race_stages(4, steps)), runs)])
 
 
 FIRST_SEEDS = [f"{arm}{seed}" for arm in "abc" for seed in range(3)]
@@ -308,6 +309,110 @@ def test_a_stopped_arm_returns_with_the_fourth_seeds(tmp_path):
         assert not each.is_stopped("b0")
         assert [each.target(name) for name in ("b0", "b3", "c0", "c3")] == [400] * 4
     assert read_race(tmp_path).stops == read_race(tmp_path).orders == []
+
+
+def test_races_of_two_sizes_stop_and_return_their_own_arms(tmp_path):
+    """A race has only its own stops: one that it takes back is not written again by the other."""
+    entries = []
+    for size in ("thin", "wide"):
+        names = {arm: [f"{arm}-{size}-{seed}" for seed in range(4)] for arm in "abc"}
+        runs = {(f"{arm}/{size}", None): names[arm] for arm in "abc"}
+        for (arm, _), scores in FAR.items():
+            for name, score in zip(names[arm], scores, strict=False):
+                plant(tmp_path, name, {100: score, 200: score, 400: score})
+        entries.append(Entry(Race("t", STAGES), runs, size))
+    steps = {name: 100 for entry in entries for names in entry.runs.values() for name in names[:3]}
+    fourth_seeds = [f"{arm}-{size}-3" for arm in "abc" for size in ("thin", "wide")]
+    steps |= dict.fromkeys(fourth_seeds, 0)
+    arms = {f"{arm}/{size}" for arm in "bc" for size in ("thin", "wide")}
+    assert {stop.arm for stop in BoardRace(tmp_path, entries).advance(steps, {})} == arms
+
+    def again():
+        fresh = [Entry(Race("t", STAGES), entry.runs, entry.size) for entry in entries]
+        return BoardRace(tmp_path, fresh)
+
+    # the fourth seed of a/thin does not learn
+    plant(tmp_path, "a-thin-3", {100: 0.1, 200: 0.1, 400: 0.1})
+    again().advance(steps | {f"a-thin-{seed}": 400 for seed in range(4)}, {})
+
+    record = read_race(tmp_path)
+    assert {stop.arm for stop in record.stops} == {"b/wide", "c/wide"}
+    assert {order.arm for order in record.orders} == {"b/wide", "c/wide"}
+    assert not again().is_stopped("b-thin-0")
+    assert again().is_stopped("b-wide-0")
+
+
+RUNGS_OF_500 = (125, 250, 500)
+
+
+def plant_validated(folder, name, score, freq, extra=()):
+    """Plant a run that validates every `freq` of 500 steps, and at the last of each launch."""
+    plant(folder, name, dict.fromkeys(sorted({*range(freq, 501, freq), *extra, 500}), score))
+
+
+@pytest.mark.parametrize(
+    ("freq", "fourth", "returned"),
+    [
+        (100, 0.1, True),  # by step 100
+        (125, 0.1, True),  # by step 125
+        (100, 0.93, False),
+        (200, 0.1, False),  # no validation before step 125
+    ],
+)
+def test_further_seeds_are_compared_where_they_validate(tmp_path, freq, fourth, returned):
+    """They train straight to the end, past the step of the stop, which may be no multiple."""
+    for (arm, _), scores in FAR.items():
+        for seed, score in enumerate(scores):
+            plant_validated(tmp_path, f"{arm}{seed}", score, freq, RUNGS_OF_500)
+    race = board_race(tmp_path, 500)
+    steps = dict.fromkeys(FIRST_SEEDS, 125) | dict.fromkeys(("a3", "b3", "c3"), 0)
+    assert {stop.step for stop in race.advance(steps, {})} == {125}
+    assert race.is_stopped("b0")
+
+    plant_validated(tmp_path, "a3", fourth, freq)
+    race.advance(steps | dict.fromkeys(("a0", "a1", "a2", "a3"), 500), {})
+
+    assert race.is_stopped("b0") != returned
+
+
+def test_a_further_seed_that_failed_early_takes_nothing_back(tmp_path):
+    for (arm, _), scores in FAR.items():
+        for seed, score in enumerate(scores):
+            plant_validated(tmp_path, f"{arm}{seed}", score, 100, RUNGS_OF_500)
+    race = board_race(tmp_path, 500)
+    steps = dict.fromkeys(FIRST_SEEDS, 125) | dict.fromkeys(("a3", "b3", "c3"), 0)
+    race.advance(steps, {})
+
+    plant(tmp_path, "a3", {100: 0.1})
+    steps |= dict.fromkeys(("a0", "a1", "a2"), 500) | {"a3": 100}
+    race.advance(steps, {"a3": "killed"})
+
+    assert race.is_stopped("b0")
+
+
+@pytest.mark.parametrize(("windows", "returned"), [(1, True), (64, False)])
+def test_a_stop_is_reconsidered_with_the_windows_of_its_step(tmp_path, windows, returned):
+    """At their last step, which is not compared, runs are asked about more windows."""
+    task = {"data.task.name": "copy", "data.task.n": 8}
+    config = {"validation": {"windows": windows, "last_windows": 64}}
+    identity = IDENTITY | task | {"training.steps": 400}
+    names = {arm: [f"{arm}{seed}" for seed in range(4)] for arm in "ab"}
+    for arm, score in {"a": 0.9, "b": 0.7}.items():
+        for name in names[arm]:
+            scores = {"scores": {"exact": score}, "loss": 1.0}
+            validations = [{"event": "validation", "step": at, **scores} for at in (100, 200, 400)]
+            run = plant_run(tmp_path / name, [*EVENTS, *validations])
+            run.write_config(config, identity)
+    order = Stop("t", "b", None, "a", None, num_seeds=3, step=100, p=0.01)
+    record = RaceRecord([order], [order], {"t": len(STAGES) - 1})
+    write_json(tmp_path / RACE, asdict(record))
+    runs = {(arm, None): names[arm] for arm in "ab"}
+    race = BoardRace(tmp_path, [Entry(Race("t", STAGES), runs, score="exact")])
+    assert race.is_stopped("b0")
+
+    race.advance(dict.fromkeys([*names["a"], *names["b"]], 400), {})
+
+    assert race.is_stopped("b0") != returned
 
 
 def test_a_few_simulated_races():
