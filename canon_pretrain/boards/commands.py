@@ -215,7 +215,7 @@ def race_entries(board: Board, sweep: Sweep) -> "list[Entry]":
             stages=race_stages(num_seeds, steps),
             num_races=len(races),
             claims=cell_claims,
-            kept=grid_arms,
+            grid_arms=grid_arms,
         )
         score = sweep.promises.get(configs[setting], Promises()).score
         entries.append(Entry(race, runs_by_arm, size, score))

@@ -113,7 +113,7 @@ class Race:
     stages: Sequence[Stage]
     num_races: int = 1  # of the board
     claims: Sequence[Claim] = ()  # on this task; until they are decided, both sides are needed
-    kept: Collection[str] = ()  # arms that a claim over a grid needs: no order decides it
+    grid_arms: Collection[str] = ()  # that a claim over a grid needs: no order decides it
     stopped: dict[Arm, Stop] = field(default_factory=dict)
     decided: dict[tuple[str, str], Stop] = field(default_factory=dict)  # by (worse, better)
     seen: dict[Place, Cell] = field(default_factory=dict)
@@ -351,7 +351,7 @@ class Race:
 
     def _needs(self, architecture: str) -> bool:
         """Return whether a claim on this architecture is open: neither confirmed nor refuted."""
-        if architecture in self.kept:
+        if architecture in self.grid_arms:
             return True
         for claim in self.claims:
             # Of other scores than that of the race, orders say nothing.

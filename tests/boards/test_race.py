@@ -113,14 +113,14 @@ def test_a_diverged_arm_is_kept_without_a_better_one():
 def test_a_diverged_arm_of_a_claim_is_kept():
     """Its runs count with the worst score at the end, by which the claim is decided."""
     scores = FAR | {("b", 1.0): [math.nan, 0.9, 0.91], ("b", 2.0): [math.nan, 0.9, 0.91]}
-    for settings in ({"claims": [Claim("t", "a", "b")]}, {"kept": {"b"}}):
+    for settings in ({"claims": [Claim("t", "a", "b")]}, {"grid_arms": {"b"}}):
         race = Race("t", STAGES, seen=steady(), **settings)
         assert "b" not in {stop.arm for stop in race.look(STAGES[0], scores)}
     assert {"b"} < {stop.arm for stop in Race("t", STAGES, seen=steady()).look(STAGES[0], scores)}
 
 
 def test_arms_of_a_claim_over_a_grid_are_kept():
-    race = Race("t", STAGES, seen=steady(), kept={"b", "other"})
+    race = Race("t", STAGES, seen=steady(), grid_arms={"b", "other"})
     assert {stop.arm for stop in race.look(STAGES[0], FAR)} == {"c"}
     assert ("b", "a") in race.decided
 
