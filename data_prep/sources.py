@@ -8,7 +8,7 @@ import os
 import platform
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,6 +48,15 @@ class HubSource:
     unit_files: int
 
 
+TINY_STORIES = HubSource(
+    repo="roneneldan/TinyStories",
+    commit="f54c09fd23315a6f9c86f9dc80f725de7d8f9c64",
+    folder="data",
+    tail=("data", r"train-[0-9]{5}-of-[0-9]{5}-[0-9a-f]{16}\.parquet"),
+    num_files=4,
+    group_field=None,
+    unit_files=1,
+)
 HUB_SOURCES = {
     "fineweb-edu": HubSource(
         repo="HuggingFaceFW/fineweb-edu",
@@ -67,23 +76,11 @@ HUB_SOURCES = {
         group_field="meta.redpajama_set_name",
         unit_files=24,
     ),
-    "tinystories": HubSource(
-        repo="roneneldan/TinyStories",
-        commit="f54c09fd23315a6f9c86f9dc80f725de7d8f9c64",
-        folder="data",
-        tail=("data", r"train-[0-9]{5}-of-[0-9]{5}-[0-9a-f]{16}\.parquet"),
-        num_files=4,
-        group_field=None,
-        unit_files=1,
-    ),
-    "tinystories-validation": HubSource(
-        repo="roneneldan/TinyStories",
-        commit="f54c09fd23315a6f9c86f9dc80f725de7d8f9c64",
-        folder="data",
+    "tinystories": TINY_STORIES,
+    "tinystories-validation": replace(
+        TINY_STORIES,
         tail=("data", r"validation-[0-9]{5}-of-[0-9]{5}-[0-9a-f]{16}\.parquet"),
         num_files=1,
-        group_field=None,
-        unit_files=1,
     ),
 }
 SOURCES = (STDLIB, *HUB_SOURCES, LOCAL)

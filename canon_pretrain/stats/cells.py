@@ -333,10 +333,7 @@ def _cuts(
 ) -> dict[tuple[str, str], float]:
     """Return the middle of the widest gap between the scores of each cell that it splits.
 
-    `groups`: the scores by task and name. Shares are split if it is wider than APART. Of other
-    scores, a part of the gap that has no score of the task must be wider than HALF of the range of
-    the task's scores; or the whole gap must be, and wider than FAR times the lower quartile of the
-    cells' standard deviations.
+    `groups`: the scores by task and name. Shares are split if the gap is wider than APART.
     """
     groups_by_task: dict[str, list[np.ndarray]] = {}
     for (task, _), group in groups.items():
@@ -346,23 +343,36 @@ def _cuts(
     for (task, name), group in groups.items():
         if group.size < 2:
             continue
+
         ordered = np.sort(group)
-        gaps = np.diff(ordered)
-        widest = int(np.argmax(gaps))
-        low, high = float(ordered[widest]), float(ordered[widest + 1])
+        widest = int(np.argmax(np.diff(ordered)))
+        low = float(ordered[widest])
+        high = float(ordered[widest + 1])
         if task in share_tasks:
             is_split = high - low > APART
         else:
-            of_task = np.concatenate(groups_by_task[task])
-            between = of_task[(of_task >= low) & (of_task <= high)]
-            pooled_gap = float(np.diff(np.sort(between)).max())
-            deviations = [x.std(ddof=1) for x in groups_by_task[task] if x.size > 1]
-            half_range = HALF * float(np.ptp(of_task))
-            is_far = high - low > FAR * float(np.quantile(deviations, 0.25))
-            is_split = pooled_gap > half_range or (high - low > half_range and is_far)
+            is_split = _is_gap_of_losses(low, high, groups_by_task[task])
         if is_split:
             cuts[task, name] = (low + high) / 2
     return cuts
+
+
+def _is_gap_of_losses(low: float, high: float, groups: Sequence[np.ndarray]) -> bool:
+    """Return whether a gap between scores that are no shares splits its cell.
+
+    A part of it that has no score of the task must be wider than HALF of the range of the task's
+    scores; or all of it must be, and wider than FAR times the lower quartile of the cells' standard
+    deviations. `groups`: the scores of the task by cell.
+    """
+    scores = np.concatenate(groups)
+    half_range = HALF * float(np.ptp(scores))
+    inside = np.sort(scores[(scores >= low) & (scores <= high)])
+    if float(np.diff(inside).max()) > half_range:
+        return True
+
+    deviations = [group.std(ddof=1) for group in groups if group.size > 1]
+    is_far = high - low > FAR * float(np.quantile(deviations, 0.25))
+    return high - low > half_range and is_far
 
 
 def _item_variance(group: np.ndarray, items: int) -> float:

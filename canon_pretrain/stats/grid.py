@@ -71,6 +71,7 @@ def grid_gain(
 
     `are_shares`: scores are between 0 and 1.
     """
+    # All pairs, with weights by which each cell counts as much as any other.
     gains = np.concatenate([np.asarray(cell.gains, np.float64) for cell in cells])
     num_seeds = [len(cell.gains) for cell in cells]
     weights = np.repeat([1 / count for count in num_seeds], num_seeds)
@@ -83,6 +84,7 @@ def grid_gain(
     least_gains = gains - np.repeat(better, num_seeds)
     most_gains = gains + np.repeat(worse, num_seeds)
 
+    # The share of subsets that flip to a statistic as high, the empty one included.
     subsets = _subsets(gains.size)
     smallest_p = 1 / (len(subsets) + 1)
     least_means = _subset_means(subsets, least_gains, weights)
