@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from canon_pretrain.boards.board import Board
 from canon_pretrain.boards.models import PlannedModel
+from canon_pretrain.boards.stops import FIRST_SEEDS
 from canon_pretrain.cluster.sweep import PlannedRun
 from canon_pretrain.core.cli import available_cores
 from canon_pretrain.core.errors import UserError
@@ -24,8 +25,6 @@ from canon_pretrain.report.record import RunRecord
 
 RACE_SHARES = {True: (0.59, 0.68), False: (0.71, 0.83)}
 """Share of the tokens that simulated races took, by whether there are several learning rates."""
-RACED_SEEDS = 3
-"""FIRST_SEEDS of race.py, which imports scipy: too slow for `plan`."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ class BoardPrice:
     cost_h100: Cost
     left_h100: Cost
     race_shares: tuple[float, float] | None
-    """None: a task has fewer than RACED_SEEDS seeds, of which a race stops nothing."""
+    """None: a task has fewer than FIRST_SEEDS seeds, of which a race stops nothing."""
     measured_runs: int
     measured_factor: float
     """Their training time over the estimate, by which that of all runs here was multiplied."""
@@ -182,7 +181,7 @@ def board_price(
         left_here=_cost(list(map(seconds_here, left))),
         cost_h100=_cost(list(map(seconds_h100, counted))),
         left_h100=_cost(list(map(seconds_h100, left))),
-        race_shares=RACE_SHARES[several_rates] if least_seeds >= RACED_SEEDS else None,
+        race_shares=RACE_SHARES[several_rates] if least_seeds >= FIRST_SEEDS else None,
         measured_runs=len(measured_s),
         measured_factor=factor,
     )
@@ -232,7 +231,7 @@ def price_lines(price: BoardPrice) -> Iterator[str]:
             f"here by {price.measured_runs} runs that have ended, whose training took "
             f"{price.measured_factor:.2f} of the time that {here_text} give"
         )
-    race = f"; a race of fewer than {RACED_SEEDS} seeds stops nothing"
+    race = f"; a race of fewer than {FIRST_SEEDS} seeds stops nothing"
     if price.race_shares is not None:
         low, high = price.race_shares
         race = f"; --race took {100 * low:.0f} to {100 * high:.0f} % of the tokens in simulations"

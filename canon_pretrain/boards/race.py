@@ -25,7 +25,15 @@ from canon_pretrain.boards.results import (
     finite_scores,
     score_curve,
 )
-from canon_pretrain.boards.stops import RACE, RACE_SHARE, Place, RaceRecord, Stop, read_race
+from canon_pretrain.boards.stops import (
+    FIRST_SEEDS,
+    RACE,
+    RACE_SHARE,
+    Place,
+    RaceRecord,
+    Stop,
+    read_race,
+)
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import write_json
 from canon_pretrain.report.record import RunRecord
@@ -45,7 +53,6 @@ from canon_pretrain.stats.cells import (
 from canon_pretrain.stats.claims import Claim
 from canon_pretrain.stats.decide import ALPHA
 
-FIRST_SEEDS = 3  # of two seeds of a task that not every run learns, both often fail
 RUNGS = (0.25, 0.5, 1.0)  # shares of the steps after which a race looks
 Arm = tuple[str, float | None]
 """An architecture and a learning rate; None: that of the config."""

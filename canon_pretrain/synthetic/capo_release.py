@@ -115,26 +115,10 @@ class ReleasedCapo(Capo):
         corpus = self.corpus
         *numbers, birth_city, university, major, employer, _ = draw_people(person)
         values = (birth_city, university, major, employer, corpus.work_city[employer])
-        names = [words[number] for words, number in zip(corpus.words, numbers[:3], strict=False)]
-        day, month, year = (
-            words[number] for words, number in zip(corpus.words[3:], numbers[3:], strict=False)
-        )
-        pronoun = corpus.words[-1][(person % len(PRONOUNS)).astype(np.int64)]
-
-        # The first sentence has the full name, and the date as month, day, comma and year.
-        ones = np.ones((len(person), 1), np.int64)
-        first_template = template[:, 0]
-        sentences = [
-            _joined([
-                (BOS * ones, NO_ROLE),
-                *((name, NAME) for name in names),
-                (corpus.openings[first_template], NO_ROLE),
-                *((part, FIRST_VALUE) for part in (month, day, corpus.comma * ones, year)),
-                (corpus.closings[first_template], NO_ROLE),
-            ])
-        ]  # fmt: skip
+        sentences = [self._first_sentence(numbers, template[:, 0])]
 
         # In the others a pronoun replaces the name; only the first one tells which.
+        pronoun = corpus.words[-1][(person % len(PRONOUNS)).astype(np.int64)]
         for attribute, (table, value) in enumerate(zip(corpus.sentences, values, strict=True), 1):
             row = (template[:, attribute], value)
             column = np.arange(table.ids.shape[-1])
@@ -143,6 +127,27 @@ class ReleasedCapo(Capo):
             pronoun_role = PRONOUN if attribute == 1 else NO_ROLE
             sentences.append(_joined([(pronoun, pronoun_role), (table.ids[row], roles)]))
         return sentences
+
+    def _first_sentence(
+        self, numbers: Sequence[np.ndarray], template: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the sentence with the full name and the date, as `_sentences` does.
+
+        `numbers`: of first, middle and last names, days, months and years, each [count].
+        """
+        corpus = self.corpus
+        *names, day, month, year = (
+            words[number] for words, number in zip(corpus.words, numbers, strict=False)
+        )
+        ones = np.ones((len(template), 1), np.int64)
+        date = (month, day, corpus.comma * ones, year)
+        return _joined([
+            (BOS * ones, NO_ROLE),
+            *((name, NAME) for name in names),
+            (corpus.openings[template], NO_ROLE),
+            *((part, FIRST_VALUE) for part in date),
+            (corpus.closings[template], NO_ROLE),
+        ])  # fmt: skip
 
     def token_roles(self, ids: np.ndarray) -> np.ndarray:
         roles = np.zeros(ids.shape, np.uint8)

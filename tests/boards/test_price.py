@@ -10,7 +10,7 @@ from canon_pretrain.boards.board import read_board
 from canon_pretrain.boards.models import PlannedModel, planned_models
 from canon_pretrain.boards.plan import board_values, plan_board, read_plan
 from canon_pretrain.boards.price import CORE, H100, Cost, board_price, price_lines
-from canon_pretrain.boards.race import FIRST_SEEDS
+from canon_pretrain.boards.stops import FIRST_SEEDS
 from tests.board_runs import BOARD, curve, plant_board
 from tests.support import ROOT, canon_stage
 
@@ -67,7 +67,7 @@ def test_a_task_with_few_seeds_of_its_own_has_no_share_of_a_race(tmp_path):
 
 def test_the_price_has_the_seeds_of_a_race():
     """It does not import race.py, which imports scipy."""
-    assert price_module.RACED_SEEDS == FIRST_SEEDS
+    assert price_module.FIRST_SEEDS == FIRST_SEEDS
 
 
 def test_runs_that_ended_here_correct_the_estimate(tmp_path, monkeypatch, capsys):
