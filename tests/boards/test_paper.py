@@ -7,6 +7,7 @@ import pytest
 
 from canon_pretrain.boards import paper
 from canon_pretrain.boards.board import read_board, read_board_file
+from canon_pretrain.boards.claims import task_name
 from canon_pretrain.boards.models import planned_models
 from canon_pretrain.boards.plan import board_values, plan_board, planned_runs
 from canon_pretrain.boards.price import CORE, board_price
@@ -70,6 +71,18 @@ def test_a_figure_is_planned_at_the_node_tier_in_a_weekend(name, tmp_path):
     for (setting, _), values in board_values(board).items():
         printed = num_steps(planned_values(Path(board.config_of(setting))))
         assert num_steps(values) / printed == pytest.approx(1 / 3, abs=0.01)
+
+
+@pytest.mark.parametrize("tier", ["laptop", "node", "paper"])
+@pytest.mark.parametrize("name", FIGURES)
+def test_the_claims_of_a_figure_are_over_all_its_difficulties_and_sizes(name, tier):
+    board = read_board(FOLDER / f"{name}.toml", tier)
+    assert board.claims
+    for claim in board.claims:
+        tasks = claim.tasks or [claim.task]
+        settings = [setting for setting in board.settings if task_name(setting) in tasks]
+        num_sizes = max(1, len(board.sizes))
+        assert len(board.cells_of(claim)) == len(settings) * num_sizes
 
 
 @pytest.mark.long
