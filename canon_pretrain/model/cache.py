@@ -353,6 +353,13 @@ class Cache:
             self.position.add_(num_tokens)
         self._all_layers_read = True
 
+    def num_bytes(self, num_tokens: int) -> int:
+        """Return the bytes that a row of `num_tokens` takes, at most; after the first token."""
+        num_numbers = sum(
+            layer.numbers_per_row + num_tokens * layer.numbers_per_token for layer in self.layers
+        )
+        return num_numbers * torch.float32.itemsize
+
     def _memories(self) -> list[CanonMemory | DynamicMemory]:
         return [memory for layer in self.layers for memory in layer.canon.values()]
 

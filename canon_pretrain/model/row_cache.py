@@ -12,6 +12,7 @@ Shapes: B rows, S tokens of the longest row with its next one, G key-value heads
 """
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -176,7 +177,8 @@ class RowLayerCache(LayerCache):
 
         canon: dict[str, CanonMemory | DynamicMemory] = {}
         for site, memory in sources[0].canon.items():
-            canon[site] = memory.joined([source.canon[site] for source in sources])
+            memories: Any = [source.canon[site] for source in sources]  # all of one class
+            canon[site] = memory.joined(memories)
         self.canon = canon
 
 

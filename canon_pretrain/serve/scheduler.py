@@ -29,6 +29,9 @@ from canon_pretrain.model.transformer import Transformer
 READ_TOKENS = {"cpu": 512, "cuda": 8192}
 """Prompt tokens between two steps of the rows, which wait for them."""
 
+ROW_TOLERANCE = 0.2
+"""Of logits, in standard deviations: bfloat16 rounds to a tenth of it."""
+
 Reason = Literal["stop", "length"]
 
 
@@ -53,7 +56,7 @@ class Listener(Protocol):
         """Receive the prompt's tokens, if they were asked for; before any other call."""
 
     def on_token(self, index: int, token: ScoredToken) -> bool:
-        """Receive a token, never EOS; return whether the answer continues."""
+        """Receive a token, also EOS; return whether the answer continues. It ends after EOS."""
 
     def on_end(self, index: int, reason: Reason) -> None:
         """Learn that the answer has ended: by EOS or by `on_token` ("stop"), or by its limit."""
@@ -155,11 +158,54 @@ class Scheduler:
         """Why no request is accepted any more; None if they are."""
         return self._error
 
+    @torch.no_grad()
+    def check_rows(self) -> None:
+        """Raise UserError if a mixer of the user's own computes other values in a batch.
+
+        Its `context.position` is a tensor [B, 1] there, which a rotation may not expect.
+        """
+        args = self._model.args
+        if not any(kind.is_own_mixer for kind in args.kinds.values()):
+            return
+
+        # The last of some tokens: by a full pass, and as a row of two lengths.
+        texts = [[i % args.vocab_size for i in range(length)] for length in (4, 9)]
+        alone_V = []
+        caches = []
+        for text in texts:
+            tokens_1T = to_device(torch.tensor([text]), self._device)
+            alone_V.append(self._model(tokens_1T, logits_to_keep=1)[0, -1])
+            caches.append(Cache.of(args))
+            self._model(tokens_1T[:, :-1], cache=caches[-1])
+        rows = RowCache(args, self._device)
+        rows.replace([], caches)
+        last_B = to_device(torch.tensor([text[-1] for text in texts]), self._device)
+        together_BV = rows.read(self._model, last_B).float()
+
+        alone_BV = torch.stack(alone_V).float()
+        difference = ((together_BV - alone_BV).abs().max() / alone_BV.std()).item()
+        if not difference < ROW_TOLERANCE:  # NaN too
+            raise UserError(
+                "serve.rows_differ",
+                f"in a batch of rows of different lengths, the mixer computes logits that differ "
+                f"by {difference:.2g} standard deviations: let it use context.position as a "
+                "tensor [B, 1], or [1]",
+                difference=difference,
+            )
+
     # -- from any thread
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue all of `requests`, or raise UserError: "serve.queue_full" if they do not fit."""
         num_answers = sum(request.num_answers for request in requests)
+        if num_answers > self.max_waiting:
+            raise UserError(
+                "serve.too_many",
+                f"{num_answers:,} answers (prompts times n) at once, expected at most "
+                f"{self.max_waiting:,} (--max-waiting of the server)",
+                given=num_answers,
+                expected=self.max_waiting,
+            )
         with self._changed:
             if self._error is not None:
                 raise self._error
@@ -307,7 +353,7 @@ class Scheduler:
         """Choose the first token of as many answers as there are free rows for."""
         request = reading.request
         assert reading.logits_1V is not None
-        rows = []
+        rows: list[_Row] = []
         while reading.next_index < request.num_answers:
             if len(self._rows) + len(rows) >= self.max_rows:
                 break
@@ -364,7 +410,7 @@ class Scheduler:
             row.last_token = token.id
             row.num_tokens += 1
             reason: Reason | None = None
-            if token.id == self._eos_id or not listener.on_token(row.index, token):
+            if not listener.on_token(row.index, token) or token.id == self._eos_id:
                 reason = "stop"
             elif row.num_tokens == row.request.max_tokens:
                 reason = "length"

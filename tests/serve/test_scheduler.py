@@ -39,6 +39,8 @@ class Recorder:
 
     def on_token(self, index, token):
         assert index not in self.reasons and self.error is None
+        if token.id == EOS_ID:
+            return False
         self.tokens.setdefault(index, []).append(token)
         return not self.stops(self.ids(index))
 
