@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.hf.sampling import Sampler
-from canon_pretrain.serve.body import CompletionOptions, ParameterError, read_body
+from canon_pretrain.serve.body import CompletionOptions, read_body, unknown_model
 from canon_pretrain.serve.completion import Completion, TokenTexts
 from canon_pretrain.serve.scheduler import Scheduler
 
@@ -86,9 +86,7 @@ class Service:
         name = request.path_params["name"]
         if name in self._model_names:
             return json_response(self._model_card())
-        return error_response(
-            ParameterError("model", name, f'"{self._model_names[0]}"', "serve.model")
-        )
+        return error_response(unknown_model(name, self._model_names))
 
     def _model_card(self) -> dict[str, Any]:
         return {
@@ -210,16 +208,12 @@ async def _read_content(request: Request) -> bytes:
 
 def error_object(error: Exception) -> dict[str, Any]:
     """Return OpenAI's object of an error."""
-    code = error.code if isinstance(error, UserError) else "serve.failed"
-    status = STATUSES.get(code, 400)
-    return {
-        "error": {
-            "message": str(error),
-            "type": "invalid_request_error" if status < 429 else "server_error",
-            "param": error.param if isinstance(error, ParameterError) else None,
-            "code": code,
-        }
-    }
+    code, param = "serve.failed", None  # such as out of memory
+    if isinstance(error, UserError):
+        code = error.code
+        param = error.fields.get("param")
+    kind = "invalid_request_error" if STATUSES.get(code, 400) < 429 else "server_error"
+    return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
 
 
 def error_response(error: Exception, default_status: int = 400) -> Response:

@@ -24,15 +24,19 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 Zero = Annotated[float, Field(ge=0, le=0)]
 
 
-class ParameterError(UserError):
-    """A parameter of a request that is wrong: which, what was sent, what is expected."""
+def wrong(param: str, given: object, expected: str) -> UserError:
+    """Return the error of a parameter that is not what is expected."""
+    return UserError(
+        "serve.parameter",
+        f"{param} is {_shown(given)}, expected {expected}",
+        param=param,
+        given=given,
+    )
 
-    def __init__(self, param: str, given: object, expected: str, code: str = "serve.parameter"):
-        shown = json.dumps(given, default=str)
-        if len(shown) > SHOWN_CHARACTERS:
-            shown = f"{shown[:SHOWN_CHARACTERS]}..."
-        super().__init__(code, f"{param} is {shown}, expected {expected}", param=param, given=shown)
-        self.param = param
+
+def _shown(value: object) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
 
 
 class StreamOptions(BaseModel):
@@ -86,19 +90,19 @@ class CompletionOptions:
 
 
 def read_body(content: bytes, sampler: Sampler, model_names: Sequence[str]) -> CompletionOptions:
-    """Return the request in `content`. Raises UserError, a ParameterError if it names one."""
+    """Return the request in `content`. Raises UserError, with `param` if it is about one."""
     body = _parse(content)
     if body.model is not None and body.model not in model_names:
-        raise ParameterError("model", body.model, f'"{model_names[0]}"', "serve.model")
+        raise unknown_model(body.model, model_names)
     if body.best_of not in (None, body.n):
-        raise ParameterError("best_of", body.best_of, f"n ({body.n}): all answers are returned")
+        raise wrong("best_of", body.best_of, f"n ({body.n}): all answers are returned")
 
     # What ends an answer.
     stops = [body.stop] if isinstance(body.stop, str) else body.stop
     if len(stops) > MAX_STOPS:
-        raise ParameterError("stop", stops, f"at most {MAX_STOPS} texts")
+        raise wrong("stop", stops, f"at most {MAX_STOPS} texts")
     if body.max_tokens == 0 and not body.echo:
-        raise ParameterError("max_tokens", 0, "at least 1, or echo to score the prompt")
+        raise wrong("max_tokens", 0, "at least 1, or echo to score the prompt")
 
     # Greedy decoding needs no further settings.
     sampling = Sampling(0.0, 0, 1.0)
@@ -120,6 +124,15 @@ def read_body(content: bytes, sampler: Sampler, model_names: Sequence[str]) -> C
     )
 
 
+def unknown_model(name: str, model_names: Sequence[str]) -> UserError:
+    return UserError(
+        "serve.model",
+        f"model {_shown(name)} is not served here, expected {model_names[0]}",
+        param="model",
+        given=name,
+    )
+
+
 def _parse(content: bytes) -> Body:
     try:
         values = json.loads(content, parse_constant=_refuse_constant)
@@ -133,14 +146,14 @@ def _parse(content: bytes) -> Body:
         if name not in Body.model_fields:
             hint = suggestion(name, Body.model_fields)
             expected = f"one of the parameters {', '.join(Body.model_fields)}.{hint}"
-            raise ParameterError(name, values[name], expected)
+            raise wrong(name, values[name], expected)
     try:
         return Body(**{name: value for name, value in values.items() if value is not None})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         param = str(first["loc"][0])
         expected = first["msg"].removeprefix("Input should be ")
-        raise ParameterError(param, values[param], expected) from None
+        raise wrong(param, values[param], expected) from None
 
 
 def _refuse_constant(name: str) -> None:
@@ -155,7 +168,7 @@ def _prompts(prompt: Any, sampler: Sampler) -> list[list[int]]:
     elif isinstance(prompt, list) and prompt and _is_id(prompt[0]):
         prompt = [prompt]
     if not isinstance(prompt, list) or not prompt:
-        raise ParameterError("prompt", prompt, expected)
+        raise wrong("prompt", prompt, expected)
 
     vocab_size = sampler.model.args.vocab_size
     prompts = []
@@ -164,12 +177,12 @@ def _prompts(prompt: Any, sampler: Sampler) -> list[list[int]]:
             try:
                 prompts.append(sampler.encode(item))
             except UserError as error:  # such as words, of a model that knows ids
-                raise ParameterError("prompt", item, f"another text: {error}") from None
+                raise wrong("prompt", item, f"another text: {error}") from None
         elif not isinstance(item, list) or not item or not all(map(_is_id, item)):
-            raise ParameterError("prompt", item, expected)
+            raise wrong("prompt", item, expected)
         elif not 0 <= min(item) <= max(item) < vocab_size:
-            given = f"ids from {min(item)} to {max(item)}"
-            raise ParameterError("prompt", given, f"ids from 0 to {vocab_size - 1}")
+            wrong_id = next(i for i in item if not 0 <= i < vocab_size)
+            raise wrong("prompt", wrong_id, f"ids from 0 to {vocab_size - 1}")
         else:
             prompts.append(item)
     return prompts
@@ -186,7 +199,12 @@ def _max_tokens(prompt: list[int], max_tokens: int | None, sampler: Sampler) -> 
     if max_tokens is None:
         max_tokens = max(1, min(DEFAULT_MAX_TOKENS, room))
     if len(prompt) > max_seq_len or max_tokens > room:
-        given = f"{len(prompt)} tokens, with max_tokens = {max_tokens}"
-        expected = f"at most {max_seq_len} (max_seq_len) that are read"
-        raise ParameterError("prompt", given, expected, "serve.prompt_too_long")
+        raise UserError(
+            "serve.prompt_too_long",
+            f"prompt has {len(prompt):,} tokens, with max_tokens = {max_tokens:,}: the model reads "
+            f"{max_seq_len:,} (max_seq_len), of an answer all but the last token",
+            param="prompt",
+            given=len(prompt),
+            expected=max_seq_len,
+        )
     return max_tokens

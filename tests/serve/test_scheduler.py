@@ -1,6 +1,7 @@
 """The scheduler without a server: requests that come and go against each of them alone."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,8 +10,8 @@ import torch.nn.functional as F
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.model.decode import Sampling, generate, sample_generator
 from canon_pretrain.serve.scheduler import Request, Scheduler
-from tests.support import refused
-from tests.variants import EOS_ID, build, random_tokens, variant
+from tests.support import ROOT, refused
+from tests.variants import BASE, EOS_ID, build, random_tokens, variant
 
 # attention with rotations and Canon, a window, states, documents, experts
 VARIANTS = [
@@ -248,3 +249,22 @@ def test_a_closed_scheduler_fails_what_waits_and_what_comes():
     with refused("serve.stopping"):
         scheduler.submit([request([5], 4)])
     assert scheduler.num_waiting == 0
+
+
+def test_an_own_mixer_is_checked_before_it_is_served(tmp_path):
+    """One that rotates all rows by the position of the longest."""
+    path = ROOT / "train_configs" / "mixers" / "mla.py"
+    code = path.read_text()
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text(code.replace("= start + torch", "= torch.as_tensor(start).max() + torch"))
+    assert wrong.read_text() != code
+
+    def scheduler_with(file):
+        mixer = f"{file}:LatentAttention"
+        args = replace(BASE, mixer=mixer, position="nope", rope_theta=10.0)
+        return scheduler_of(build(args).eval())
+
+    scheduler_with(path).check_rows()
+    scheduler_of(build(BASE).eval()).check_rows()
+    with refused("serve.rows_differ"):
+        scheduler_with(wrong).check_rows()

@@ -43,9 +43,19 @@ def served(run):
         yield server
 
 
+def options_of(server):
+    """Return the options of a client that waits as long as a busy machine needs."""
+    return {
+        "base_url": f"{server.url}/v1",
+        "api_key": "none",
+        "max_retries": 0,
+        "timeout": HANGS_AFTER_S,
+    }
+
+
 @pytest.fixture
 def client(served):
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(**options_of(served)) as client:
         yield client
 
 
@@ -124,38 +134,44 @@ def test_errors_are_those_of_openai(client, served):
     assert "Traceback" not in served.stderr.read_text()
 
 
+def request_of(k):
+    """Return request k of 200: prompts and answers of many lengths, greedy or sampled."""
+    return {
+        "prompt": " ".join(PROMPTS[(k + i) % 4] for i in range(k % 5)),
+        "max_tokens": 2_000 if k < NUM_CANCELLED else 3 + k % 23,
+        "temperature": 0.7 if k % 2 else 0.0,
+        "seed": k,
+    }
+
+
+NUM_CANCELLED = 30
+
+
 def test_200_requests_at_once_of_which_30_are_cancelled(served, sampler):
     async def ask(client, k):
-        prompt = " ".join(PROMPTS[(k + i) % 4] for i in range(k % 5))
-        temperature = 0.7 if k % 2 else 0.0
-        max_tokens = 2_000 if k < 30 else 3 + k % 23
         streamed = ""
-        stream = await client.completions.create(
-            model="run/step-3", prompt=prompt, max_tokens=max_tokens, temperature=temperature,
-            seed=k, stream=True,
-        )  # fmt: skip
+        stream = await client.completions.create(model="run/step-3", stream=True, **request_of(k))
         async for chunk in stream:
             streamed += chunk.choices[0].text
             if k < 15 and streamed:  # some are cancelled by leaving the stream
                 await stream.close()
                 return None
-        return streamed, text_alone(sampler, prompt, max_tokens, temperature, k)
+        return streamed
 
     async def ask_all():
-        url = f"{served.url}/v1"
-        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(**options_of(served)) as client:
             tasks = [asyncio.create_task(ask(client, k)) for k in range(200)]
             # others where they are: in the queue, or being generated
             await asyncio.sleep(0.5)
-            for task in tasks[15:30]:
+            for task in tasks[15:NUM_CANCELLED]:
                 task.cancel()
             return await asyncio.gather(*tasks, return_exceptions=True)
 
-    results = asyncio.run(ask_all())
-    assert results[:15] == [None] * 15
-    assert all(isinstance(result, asyncio.CancelledError) for result in results[15:30])
-    for text, alone in results[30:]:
-        assert text == alone
+    texts = asyncio.run(ask_all())
+    assert texts[:15] == [None] * 15
+    assert all(isinstance(text, asyncio.CancelledError) for text in texts[15:NUM_CANCELLED])
+    for k in range(NUM_CANCELLED, 200):
+        assert texts[k] == text_alone(sampler, **request_of(k)), k
     served.wait_until_idle()
 
 
@@ -173,8 +189,7 @@ def test_a_client_that_disconnects_frees_its_row(served, stream):
 
 def test_a_full_queue_is_answered_by_429(run):
     with serve(run, "--max-rows", 1, "--max-waiting", 2) as server:
-        url = f"{server.url}/v1"
-        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        with openai.OpenAI(**options_of(server)) as client:
 
             def ask(max_tokens, **options):
                 return client.completions.create(
@@ -204,8 +219,7 @@ def test_a_full_queue_is_answered_by_429(run):
 )
 def test_a_signal_lets_short_requests_end_and_fails_long_ones(run, number, code):
     with serve(run) as server:
-        url = f"{server.url}/v1"
-        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        with openai.OpenAI(**options_of(server)) as client:
             long = client.completions.create(
                 model="run/step-3", prompt="the", max_tokens=LONG, stream=True
             )
