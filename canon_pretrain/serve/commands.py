@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> None:
     if missing:
         raise UserError(
             "serve.not_installed",
-            f"{' and '.join(missing)} not installed: pip install 'canon_pretrain[serve]', or "
+            f"{' and '.join(missing)} not installed: pip install -e '.[serve]', or "
             "pip install starlette uvicorn",
             missing=missing,
         )

@@ -76,7 +76,7 @@ def prompt_of(args, length, seed=0):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_requests_that_come_over_time_have_the_answers_of_each_alone(name):
+def test_requests_over_time_have_the_answers_of_each_alone(name):
     model = build(variant(name)).eval()
     requests = []
     for k in range(14):
@@ -127,7 +127,7 @@ def test_an_answer_ends_where_its_listener_says():
 
 
 @pytest.mark.parametrize("read_tokens", [5, 100])
-def test_log_probabilities_of_prompts_and_answers_are_those_of_a_full_pass(read_tokens):
+def test_log_probabilities_are_those_of_a_full_pass(read_tokens):
     model = build(variant("rope ABCD gqa")).eval()
     scored = request(prompt_of(model.args, 23), 6, num_top=3, scores_prompt=True)
     only_prompt = request(prompt_of(model.args, 12, seed=1), 0, num_top=0, scores_prompt=True)

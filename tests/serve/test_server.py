@@ -177,7 +177,7 @@ def test_200_requests_at_once_of_which_30_are_cancelled(served, sampler):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_disconnects_frees_its_row(served, stream):
-    body = json.dumps({"prompt": "the", "max_tokens": LONG, "stream": stream, "stop": None})
+    body = json.dumps({"prompt": "the", "max_tokens": LONG, "temperature": 0, "stream": stream})
     host, port = served.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=HANGS_AFTER_S) as connection:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -193,10 +193,14 @@ def test_a_full_queue_is_answered_by_429(run):
 
             def ask(max_tokens, **options):
                 return client.completions.create(
-                    model="run/step-3", prompt="the", max_tokens=max_tokens, **options
+                    model="run/step-3",
+                    prompt="the",
+                    max_tokens=max_tokens,
+                    temperature=0,
+                    **options,
                 )
 
-            running = ask(LONG, temperature=1, stream=True)
+            running = ask(LONG, stream=True)
             next(iter(running))
             waiting = ask(LONG, n=2, stream=True)
             with pytest.raises(openai.RateLimitError) as error:
@@ -220,14 +224,11 @@ def test_a_full_queue_is_answered_by_429(run):
 def test_a_signal_lets_short_requests_end_and_fails_long_ones(run, number, code):
     with serve(run) as server:
         with openai.OpenAI(**options_of(server)) as client:
-            long = client.completions.create(
-                model="run/step-3", prompt="the", max_tokens=LONG, stream=True
-            )
+            options = {"model": "run/step-3", "prompt": "the", "temperature": 0, "stream": True}
+            long = client.completions.create(max_tokens=LONG, **options)
             chunks = iter(long)
             next(chunks)
-            short = client.completions.create(
-                model="run/step-3", prompt="the", max_tokens=20, stream=True
-            )
+            short = client.completions.create(max_tokens=20, **options)
             start = time.monotonic()
             server.process.send_signal(number)
             assert list(short)[-1].choices[0].finish_reason == "length"
@@ -252,7 +253,8 @@ def test_what_cannot_be_served_is_refused_at_once(run, tmp_path):
 
 def test_the_first_word_of_a_text_comes_before_the_last(served):
     """Server-sent events are sent as they come."""
-    body = json.dumps({"prompt": "the", "max_tokens": LONG, "stream": True}).encode()
+    values = {"prompt": "the", "max_tokens": LONG, "temperature": 0, "stream": True}
+    body = json.dumps(values).encode()
     request = urllib.request.Request(f"{served.url}/v1/completions", body)
     with urllib.request.urlopen(request, timeout=HANGS_AFTER_S) as response:
         assert response.headers["Content-Type"].startswith("text/event-stream")
