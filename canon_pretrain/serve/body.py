@@ -4,7 +4,7 @@ import json
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -73,11 +73,18 @@ class Body(BaseModel):
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] = {}
 
 
+class Prompt(NamedTuple):
+    """The ids of a prompt, the first `num_added` of which are not the client's: EOS, of a text."""
+
+    ids: list[int]
+    num_added: int = 0
+
+
 @dataclass(frozen=True)
 class CompletionOptions:
-    """A checked request. `prompts`: ids; `num_top` and `seed` as in `scheduler.Request`."""
+    """A checked request; `num_top` and `seed` as in `scheduler.Request`."""
 
-    prompts: list[list[int]]
+    prompts: list[Prompt]
     max_tokens: list[int]  # by prompt
     num_answers: int
     sampling: Sampling
@@ -112,7 +119,7 @@ def read_body(content: bytes, sampler: Sampler, model_names: Sequence[str]) -> C
     prompts = _prompts(body.prompt, sampler)
     return CompletionOptions(
         prompts=prompts,
-        max_tokens=[_max_tokens(prompt, body.max_tokens, sampler) for prompt in prompts],
+        max_tokens=[_max_tokens(prompt.ids, body.max_tokens, sampler) for prompt in prompts],
         num_answers=body.n,
         sampling=sampling,
         seed=secrets.randbits(SEED_BITS) if body.seed is None else body.seed,
@@ -160,8 +167,8 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number of JSON")
 
 
-def _prompts(prompt: Any, sampler: Sampler) -> list[list[int]]:
-    """Return the ids of a text or of ids, or of a list of either."""
+def _prompts(prompt: Any, sampler: Sampler) -> list[Prompt]:
+    """Return a text or ids, or each of a list of either."""
     expected = "a text, a list of token ids, or a list of these that is not empty"
     if isinstance(prompt, str):
         prompt = [prompt]
@@ -175,7 +182,7 @@ def _prompts(prompt: Any, sampler: Sampler) -> list[list[int]]:
     for item in prompt:
         if isinstance(item, str):
             try:
-                prompts.append(sampler.encode(item))
+                prompts.append(Prompt(sampler.encode(item), int(not sampler.has_ids)))
             except UserError as error:  # such as words, of a model that knows ids
                 raise wrong("prompt", item, f"another text: {error}") from None
         elif not isinstance(item, list) or not item or not all(map(_is_id, item)):
@@ -184,7 +191,7 @@ def _prompts(prompt: Any, sampler: Sampler) -> list[list[int]]:
             wrong_id = next(i for i in item if not 0 <= i < vocab_size)
             raise wrong("prompt", wrong_id, f"ids from 0 to {vocab_size - 1}")
         else:
-            prompts.append(item)
+            prompts.append(Prompt(item))
     return prompts
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from canon_pretrain.hf.sampling import Detokenizer, Sampler
-from canon_pretrain.serve.body import CompletionOptions
+from canon_pretrain.serve.body import CompletionOptions, Prompt
 from canon_pretrain.serve.scheduler import Reason, Request, ScoredToken
 
 Json = dict[str, Any]
@@ -40,7 +40,7 @@ class Choice:
     def __init__(
         self,
         index: int,
-        prompt: Sequence[int],
+        prompt: Prompt,
         options: CompletionOptions,
         sampler: Sampler,
         token_texts: TokenTexts,
@@ -59,25 +59,27 @@ class Choice:
         self._text = ""
         self._prompt_offsets = []  # of the tokens' texts
         if options.echo:
-            for token in prompt:
+            for token in prompt.ids:
                 self._prompt_offsets.append(len(self._text))
                 self._text += self._detokenizer.add([token])
             self._text += self._detokenizer.flush()
         else:
-            self._detokenizer.add(prompt)
+            self._detokenizer.add(prompt.ids)
             self._detokenizer.flush()
         self._answer_start = len(self._text)
         self._is_cut = False
 
         # Tokens with offsets of their texts: those of an echoed prompt, then the answer's.
         self._scored: list[tuple[ScoredToken, int]] = []
+        self._num_added = prompt.num_added
         self._num_prompt_tokens = 0
         self._num_taken = 0  # characters
         self._num_taken_tokens = 0
 
     def add_prompt(self, tokens: Sequence[ScoredToken]) -> None:
-        """Add the tokens of an echoed prompt, with their log-probabilities."""
-        self._scored += zip(tokens, self._prompt_offsets, strict=True)
+        """Add the tokens of an echoed prompt, with their log-probabilities; not an added EOS."""
+        scored = [*zip(tokens, self._prompt_offsets, strict=True)]
+        self._scored += scored[self._num_added :]
         self._num_prompt_tokens = len(self._scored)
 
     def add(self, token: ScoredToken) -> bool:
@@ -204,7 +206,7 @@ class Completion:
                 self._choices.append(choices[-1])
             self.requests.append(
                 Request(
-                    prompt,
+                    prompt.ids,
                     max_tokens,
                     _PromptListener(self, choices),
                     num_answers=options.num_answers,
@@ -233,7 +235,7 @@ class Completion:
         return chunk
 
     def usage(self) -> Json:
-        num_prompt = sum(map(len, self.options.prompts))
+        num_prompt = sum(len(prompt.ids) for prompt in self.options.prompts)
         num_new = sum(choice.num_tokens for choice in self._choices)
         return {
             "prompt_tokens": num_prompt,

@@ -223,8 +223,7 @@ class Scheduler:
             self._changed.notify()
 
     def cancel(self, request: Request) -> None:
-        """Drop a request, perhaps one that has ended; its listener is not called any more, later
-        than during the present iteration."""
+        """Drop a request, which may have ended; its listener may be called until the next step."""
         with self._changed:
             request.is_cancelled = True
             self._changed.notify()

@@ -59,18 +59,18 @@ def test_every_parameter_reaches_its_request(sampler):
         seed=11, stop="a", logprobs=2, echo=True, stream=True, model=None, user="x",
         stream_options={"include_usage": True}, best_of=2, presence_penalty=0,
     )  # fmt: skip
-    assert options.prompts == [[5, 6], [7]]
+    assert options.prompts == [([5, 6], 0), ([7], 0)]
     assert options.max_tokens == [4, 4]
     assert options.sampling == Sampling(0.5, 3, 0.9)
     assert (options.seed, options.stops, options.num_top) == (11, ("a",), 2)
     assert options.echo and options.stream and options.include_usage
 
     default = options_of(sampler)
-    assert default.prompts == [sampler.encode("the river")]
+    assert default.prompts == [(sampler.encode("the river"), 1)]
     assert (default.max_tokens, default.sampling) == ([16], Sampling(1.0, 0, 1.0))
     assert default.seed != options_of(sampler).seed
     assert options_of(sampler, temperature=0, top_p=0.5).sampling == Sampling(0.0, 0, 1.0)
-    assert options_of(sampler, prompt=["a", "b", ""]).prompts[2] == sampler.encode("")
+    assert options_of(sampler, prompt=["a", "b", ""]).prompts[2] == (sampler.encode(""), 1)
 
 
 def test_the_default_number_of_tokens_fits_the_model(sampler):
@@ -178,7 +178,7 @@ def test_a_text_ends_before_a_stop_text(sampler, stop, stream):
     completion, changes = completion_of(
         sampler, stop=["never", stop], stream=stream, echo=True, logprobs=0, max_tokens=400
     )
-    prompt = completion.options.prompts[0]
+    prompt = completion.options.prompts[0].ids
     listener = completion.requests[0].listener
     listener.on_prompt([ScoredToken(token, -1.0) for token in prompt])
     play(completion, [ids])
@@ -188,10 +188,10 @@ def test_a_text_ends_before_a_stop_text(sampler, stop, stream):
     text = "".join(choice["text"] for choice in choices)
     assert text == "the river" + TEXT[: TEXT.index(stop)]
     assert choices[-1]["finish_reason"] == "stop"
-    # every token begins in the text, and the prompt's are all there
+    # every token begins in the text; all of the prompt's are there, but for the added EOS
     offsets = [offset for choice in choices for offset in choice["logprobs"]["text_offset"]]
     assert offsets == sorted(offsets)
-    assert len([offset for offset in offsets if offset < len("the river")]) <= len(prompt)
+    assert sum(offset < len("the river") for offset in offsets) == len(prompt) - 1
     assert offsets[-1] < len(text)
 
 
