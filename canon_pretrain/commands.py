@@ -133,6 +133,10 @@ COMMANDS: dict[str, Command | Group] = {
     "sample": Command(
         "canon_pretrain.sample", "text from a checkpoint, or from two side by side", prints=True
     ),
+    "serve": Command(
+        "canon_pretrain.serve.commands",
+        "serve a checkpoint or an export to clients of OpenAI's completions",
+    ),
     "checkpoint": Group(
         "a run's checkpoints",
         "List, verify and prune the checkpoints of a run.",

@@ -22,6 +22,7 @@ _shtab_canon_commands() {
     playground:'models x tasks'
     run:'inspect runs'
     sample:'text from a checkpoint, or from two side by side'
+    serve:'serve a checkpoint or an export to clients of OpenAI'"'"'s completions'
     sweep:'configs x learning rates x seeds'
     synthetic:'the paper'"'"'s tasks'
     train:'train or resume (several GPUs: torchrun)'
@@ -650,6 +651,20 @@ _shtab_canon_sample_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_canon_sample_defaults_added=0
 
+_shtab_canon_serve_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--host[address to listen at (default\: 127.0.0.1)]:host:"
+  "--port[(default\: 8000\; 0\: any that is free)]:N:"
+  "--max-rows[answers that are generated at once (default\: 32, or as many as fit in half of the free memory)]:N:"
+  "--max-waiting[answers that may wait for a row\; clients get 429 beyond (default\: 1024)]:N:"
+  "--tokenizer[the tokenizer, if the data were moved]:PATH:_files"
+  "--dtype[(default\: bfloat16 on a GPU, else float32)]:dtype:(auto float32 bfloat16)"
+  ":a run (its newest step), RUN\/checkpoint\/step-N, or an export:_files"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_canon_serve_defaults_added=0
+
 _shtab_canon_sweep_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
 )
@@ -987,6 +1002,7 @@ _shtab_canon() {
         playground) _shtab_canon_playground ;;
         run) _shtab_canon_run ;;
         sample) _arguments -C -s $_shtab_canon_sample_options ;;
+        serve) _arguments -C -s $_shtab_canon_serve_options ;;
         sweep) _shtab_canon_sweep ;;
         synthetic) _shtab_canon_synthetic ;;
         train) _arguments -C -s $_shtab_canon_train_options ;;

@@ -155,6 +155,10 @@ class Sampler:
         return cls(checkpoint, model, tokenizer, task)
 
     @property
+    def device(self) -> torch.device:
+        return self.model.tok_embeddings.weight.device
+
+    @property
     def has_ids(self) -> bool:
         """Whether texts are ids, such as "12 45"."""
         return is_id_tokenizer(self.tokenizer.model)

@@ -140,6 +140,14 @@ class CanonMemory:
         selected._step = None
         return selected
 
+    @staticmethod
+    def joined(memories: Sequence["CanonMemory"]) -> "CanonMemory":
+        """Return a new memory of the rows of all `memories` of one site."""
+        joined = copy.copy(memories[0])
+        joined._sums_PB1C = torch.cat([memory._sums_PB1C for memory in memories], dim=1)
+        joined._step = None
+        return joined
+
     def _read_one_by_one(self, x_BTC: Tensor, segments_BN: Tensor | None) -> Tensor:
         outputs = []
         for i, x_B1C in enumerate(x_BTC.split(1, dim=1)):
@@ -279,6 +287,15 @@ class DynamicMemory:
         selected.windows = [window[rows_N] for window in self.windows]
         selected._flat_weights = self._flat_weights
         return selected
+
+    @staticmethod
+    def joined(memories: Sequence["DynamicMemory"]) -> "DynamicMemory":
+        """Return a new memory of the rows of all `memories` of one site."""
+        joined = DynamicMemory()
+        by_part = zip(*(memory.windows for memory in memories), strict=True)
+        joined.windows = [torch.cat(windows) for windows in by_part]
+        joined._flat_weights = memories[0]._flat_weights
+        return joined
 
 
 def _taps_of_heads(x_BKC: Tensor, z_B1R: Tensor, flat_weight: Tensor, num_heads: int) -> Tensor:

@@ -150,18 +150,18 @@ class Attend(nn.Module):
             return None
 
         # The keys, or those that a cache with a window returns.
-        queries_T = torch.arange(offset, num_keys, device=device)
+        queries_T1 = torch.arange(offset, num_keys, device=device)[:, None]
         if window and offset:
             keys_S = ring_positions(offset, num_queries, window, device)
         else:
             keys_S = torch.arange(num_keys, device=device)
-        is_visible = self._visible_keys(queries_T, keys_S, segments_BS)
+        is_visible = self._visible_keys(queries_T1[None, None], keys_S, segments_BS)
         if self.is_relative:
-            return torch.where(is_visible, queries_T[:, None] - keys_S, HIDDEN)
+            return torch.where(is_visible, queries_T1 - keys_S, HIDDEN)
 
         # ALiBi's bias knows the positions of a ring's keys by their order only: it is added here.
         if is_alibi_ring:
-            return self._alibi_bias(queries_T[:, None] - keys_S, is_visible)
+            return self._alibi_bias(queries_T1 - keys_S, is_visible)
         return is_visible
 
     def _block_mask(
@@ -186,51 +186,53 @@ class Attend(nn.Module):
             device=device.type,
         )
 
-    def step_mask(self, position_1: Tensor, segments_BS: Tensor | None, num_keys: int) -> Tensor:
-        """Return the mask of the token at `position_1` among keys that are not all read yet.
+    def step_mask(self, position: Tensor, segments_BS: Tensor | None, num_keys: int) -> Tensor:
+        """Return the mask of the token at `position` among keys that are not all read yet.
 
-        bool [B or 1, H or 1, 1, S]; of ALiBi, the bias in float32; with learned biases, distances
-        as in `mask`. With a window, the keys are the slots of its ring.
+        `position`: [1], or of each row's token, [B, 1]. bool [B or 1, H or 1, 1, S]; of ALiBi, the
+        bias in float32; with learned biases, distances as in `mask`. With a window, the keys are
+        the slots of its ring.
         """
+        query_B111 = position.view(-1, 1, 1, 1)
         window = self.args.window
         if window:
             # The latest position up to this one that each slot can hold; below 0, the slot is not
             # written yet.
-            slots_S = torch.arange(window, device=position_1.device)
-            keys_S = position_1 - (position_1 - slots_S) % window
-            is_read_S = keys_S >= 0
-            # clamped, because positions are indices into the segments; `is_read_S` hides these keys
-            is_visible = self._visible_keys(position_1, keys_S.clamp(min=0), segments_BS)
-            is_visible = is_visible & is_read_S
+            slots_S = torch.arange(window, device=position.device)
+            keys = query_B111 - (query_B111 - slots_S) % window  # [B or 1, 1, 1, S]
+            is_read = keys >= 0
+            # clamped, because positions are indices into the segments; `is_read` hides these keys
+            is_visible = self._visible_keys(query_B111, keys.clamp(min=0), segments_BS)
+            is_visible = is_visible & is_read
         else:
-            keys_S = torch.arange(num_keys, device=position_1.device)
-            is_visible = self._visible_keys(position_1, keys_S, segments_BS)
+            keys = torch.arange(num_keys, device=position.device)
+            is_visible = self._visible_keys(query_B111, keys, segments_BS)
         if self.is_relative:
-            return torch.where(is_visible, position_1 - keys_S, HIDDEN)
+            return torch.where(is_visible, query_B111 - keys, HIDDEN)
         if self.args.position == "alibi":
-            return self._alibi_bias(position_1 - keys_S, is_visible)
+            return self._alibi_bias(query_B111 - keys, is_visible)
         return is_visible
 
-    def _visible_keys(
-        self, queries_T: Tensor, keys_S: Tensor, segments_BS: Tensor | None
-    ) -> Tensor:
-        """Return whether queries at these positions may attend to keys, [B or 1, H or 1, T, S]."""
+    def _visible_keys(self, queries: Tensor, keys: Tensor, segments_BS: Tensor | None) -> Tensor:
+        """Return whether queries at these positions may attend to keys, [B or 1, H or 1, T, S].
+
+        `queries`: [B or 1, 1, T, 1]; `keys`: [S], or of each row, [B, 1, 1, S].
+        """
         # an index that is not needed would be a launch per token
         rows_B111 = None
         heads_H11 = None
         if segments_BS is not None:
-            rows_B = torch.arange(segments_BS.shape[0], device=keys_S.device)
+            rows_B = torch.arange(segments_BS.shape[0], device=keys.device)
             rows_B111 = rows_B[:, None, None, None]
         if self.num_windowed:
-            heads_H = torch.arange(self.args.num_heads, device=keys_S.device)
+            heads_H = torch.arange(self.args.num_heads, device=keys.device)
             heads_H11 = heads_H[:, None, None]
 
-        queries_11T1 = queries_T[None, None, :, None]
         return _is_visible(
             rows_B111,
             heads_H11,
-            queries_11T1,
-            keys_S,
+            queries,
+            keys,
             segments_BS,
             self.num_windowed,
             self.args.window,

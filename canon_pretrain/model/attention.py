@@ -40,8 +40,11 @@ def rope_tables(num_tokens: int, rope_dim: int, theta: float) -> tuple[Tensor, T
 
 
 def apply_rope(x_BTHK: Tensor, cos_TR: Tensor, sin_TR: Tensor, rope_heads: int) -> Tensor:
-    """Rotate pairs (a, b) of the first 2R dims of `rope_heads` heads, in float32; copy the rest."""
-    rope_dim = 2 * cos_TR.shape[1]
+    """Rotate pairs (a, b) of the first 2R dims of `rope_heads` heads, in float32; copy the rest.
+
+    The tables may be of each row, [B, T, R].
+    """
+    rope_dim = 2 * cos_TR.shape[-1]
     rotating_heads = x_BTHK[:, :, :rope_heads]
     other_heads = x_BTHK[:, :, rope_heads:]
     rotating_dims = rotating_heads[..., :rope_dim]
@@ -50,8 +53,8 @@ def apply_rope(x_BTHK: Tensor, cos_TR: Tensor, sin_TR: Tensor, rope_heads: int) 
     # (a, b) -> (a cos - b sin, a sin + b cos)
     dtype = torch.promote_types(x_BTHK.dtype, torch.float32)
     a_BTHR, b_BTHR = rotating_dims.to(dtype).unflatten(-1, (-1, 2)).unbind(-1)
-    cos_T1R = cos_TR[:, None]
-    sin_T1R = sin_TR[:, None]
+    cos_T1R = cos_TR.unsqueeze(-2)
+    sin_T1R = sin_TR.unsqueeze(-2)
     rotated = torch.stack(
         (a_BTHR * cos_T1R - b_BTHR * sin_T1R, a_BTHR * sin_T1R + b_BTHR * cos_T1R), dim=-1
     )
@@ -94,7 +97,10 @@ class Rope(nn.Module):
         return self
 
     def forward(self, x_BTHK: Tensor, start: int | Tensor = 0) -> Tensor:
-        """Return q or k rotated to the positions start, start + 1, ..; of one token if a tensor."""
+        """Return q or k rotated to the positions start, start + 1, ..
+
+        A tensor is the position of one token, [1], or of one token of each row, [B, 1].
+        """
         rope_heads = x_BTHK.shape[2] // self.args.rope_share
         rows: slice | Tensor
         if isinstance(start, Tensor):

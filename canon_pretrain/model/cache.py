@@ -113,6 +113,17 @@ def run_recurrence(
     return y
 
 
+def write_token(buffer_BGSK: Tensor, slots: Tensor, new_BG1K: Tensor) -> Tensor:
+    """Write a token of each row into its slot, in place; return the buffer.
+
+    `slots`: int64 [1], or of each row, [B, 1].
+    """
+    if slots.dim() == 1:
+        return buffer_BGSK.index_copy_(2, slots, new_BG1K)
+    slots_BG1K = slots[:, None, :, None].expand_as(new_BG1K)
+    return buffer_BGSK.scatter_(2, slots_BG1K, new_BG1K)
+
+
 class LayerCache:
     """The cache of one block. `start`: number of tokens before those that are being read.
 
@@ -134,7 +145,10 @@ class LayerCache:
 
     @property
     def next_position(self) -> int | Tensor:
-        """Position of the token that is read next; once fixed, a tensor [1] on the device."""
+        """Position of the token that is read next.
+
+        Once fixed, a tensor [1] on the device; of rows of different lengths, [B, 1].
+        """
         return self.start if self._position is None else self._position
 
     def append(self, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,7 +170,7 @@ class LayerCache:
         buffer = self._buffers.get(name)
         if self._position is not None:
             assert buffer is not None
-            return buffer.index_copy_(2, self._position, new_BGTK)
+            return write_token(buffer, self._position, new_BGTK)
 
         # Before: into a buffer that grows. Slots past `stop` are not written yet.
         num_rows, num_heads, num_tokens, head_dim = new_BGTK.shape
@@ -184,7 +198,7 @@ class LayerCache:
         ring = self._buffers[name]
 
         if self._position is not None:
-            return ring.index_copy_(2, self._position % window, new_BGTK)
+            return write_token(ring, self._position % window, new_BGTK)
         if num_tokens == 1:
             ring[:, :, self.start % window] = new_BGTK[:, :, 0]
             # until the ring is full, only its first slots are written; then the slice is the whole
@@ -233,6 +247,10 @@ class LayerCache:
     def select_rows(self, rows_N: Tensor) -> None:
         """Keep these rows, in this order; repeats are allowed."""
         self._buffers = {name: buffer[rows_N] for name, buffer in self._buffers.items()}
+        self.select_states(rows_N)
+
+    def select_states(self, rows_N: Tensor) -> None:
+        """Keep these rows of what does not grow with the text: states, and Canon's memories."""
         self.states = {name: state[rows_N] for name, state in self.states.items()}
         self.canon = {site: memory.select_rows(rows_N) for site, memory in self.canon.items()}
 
@@ -250,7 +268,8 @@ class Cache:
         self.layers = [LayerCache(capacity, window) for window in windows]
         self.length = 0
         self.capacity = capacity
-        self.position: Tensor | None = None  # [1], `length` on the device; see fix()
+        # [1], `length` on the device, see fix(); or the length of each row, [B, 1] (row_cache.py)
+        self.position: Tensor | None = None
         self.next_document: Tensor | None = None  # int32 [B], that of each row's next token
         self._all_layers_read = True  # equally many tokens
         self._steps: list[CanonStep] = []  # of all Canon sites, if the last token was read alone
@@ -281,7 +300,8 @@ class Cache:
 
         # in place, once the cache is fixed
         if self.position is not None:
-            return self._segments.index_copy_(1, self.position, segments_BT)
+            positions_B1 = self.position.expand_as(segments_BT)
+            return self._segments.scatter_(1, positions_B1, segments_BT)
         self._segments = torch.cat((self._segments, segments_BT), dim=1)
         return self._segments
 
@@ -291,9 +311,9 @@ class Cache:
             return None
         if self.position is not None:  # of one token
             offsets_N = torch.arange(-reach, 1, device=self.position.device)
-            positions_N = self.position + offsets_N
-            segments_BN = self._segments[:, positions_N.clamp(min=0)]
-            return segments_BN.masked_fill(positions_N < 0, BEFORE_START)
+            positions_BN = self.position.expand(len(self._segments), 1) + offsets_N
+            segments_BN = self._segments.gather(1, positions_BN.clamp(min=0))
+            return segments_BN.masked_fill(positions_BN < 0, BEFORE_START)
 
         segments_BN = window_segments(self._segments, num_tokens, reach)
         # a single token is faster without segments: worth that the host looks at them
@@ -332,6 +352,13 @@ class Cache:
         if self.position is not None:
             self.position.add_(num_tokens)
         self._all_layers_read = True
+
+    def num_bytes(self, num_tokens: int) -> int:
+        """Return the bytes that a row of `num_tokens` takes, at most; after the first token."""
+        num_numbers = sum(
+            layer.numbers_per_row + num_tokens * layer.numbers_per_token for layer in self.layers
+        )
+        return num_numbers * torch.float32.itemsize
 
     def _memories(self) -> list[CanonMemory | DynamicMemory]:
         return [memory for layer in self.layers for memory in layer.canon.values()]
