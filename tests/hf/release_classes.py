@@ -150,6 +150,13 @@ def _unused(*_arguments: Any, **_options: Any) -> Any:
     raise NotImplementedError
 
 
+def _namespace(content: Any) -> Any:
+    """Return dicts as objects with attributes, as `OmegaConf.create` does."""
+    if not isinstance(content, dict):
+        return content
+    return SimpleNamespace(**{name: _namespace(value) for name, value in content.items()})
+
+
 # -- the clone's modules ------------------------------------------------------------------------
 
 
@@ -185,7 +192,7 @@ def _modules() -> dict[str, ModuleType]:
             "chunk_gated_delta_rule": gated_delta_rule,
             "fused_recurrent_gated_delta_rule": gated_delta_rule,
         },
-        "omegaconf": {"OmegaConf": None},
+        "omegaconf": {"OmegaConf": SimpleNamespace(create=_namespace)},
         "xformers": {},
         "xformers.ops": {"fmha": None, "AttentionBias": None},
     }

@@ -4,7 +4,8 @@ The tables of names and the logits were written by the released classes (release
 a clone (`make test-release CLONE=PATH`) the classes themselves are compared.
 """
 
-import json
+import argparse
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor
 from canon_pretrain.core.files import read_json
 from canon_pretrain.hf import export as exporting
 from canon_pretrain.hf import lingua
+from canon_pretrain.hf.commands import add_export_arguments, run_export
 from canon_pretrain.hf.export import export
 from canon_pretrain.hf.reading import import_folder, meta_weights
 from canon_pretrain.model.args import ModelArgs
@@ -50,6 +52,7 @@ NOT_RECORDED = {"zeyuan_linearT", "zeyuan_alternate", "zeyuan_double", "zeyuan_l
 """Fields that an export writes with their defaults, and that the recipes mostly lack."""
 GATED_NORM = ("attn.g_norm.", "attn.g_norm_swish_gate.")
 """Names of one norm of GLA5, with `zeyuan_layernorm` and without."""
+LINGUA_FILES = ("consolidated.pth", "params.json")
 every_small_model = pytest.mark.parametrize("name", OPTIONS)
 
 
@@ -108,16 +111,19 @@ def test_an_import_has_the_classes_logits(name, tmp_path):
     recorded = small_models()[name]
     folder = write_folder(tmp_path / "hub", recorded.params, recorded.weights)
 
-    for k, source in enumerate((folder, folder / "default")):
-        imported = import_folder(source, tmp_path / f"out-{k}")
+    imported = import_folder(folder, tmp_path / "out")
 
-        logits = our_logits(imported, TOKENS)[..., :NUM_LOGITS]
-        assert recorded.logits is not None
-        assert (logits - recorded.logits).abs().max() < 5e-5
+    logits = our_logits(imported, TOKENS)[..., :NUM_LOGITS]
+    assert recorded.logits is not None
+    assert (logits - recorded.logits).abs().max() < 5e-5
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@every_small_model
+# bfloat16 is exact in the checkpoint's float32
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, torch.float32) for name in OPTIONS), ("GLA5 8B", torch.bfloat16)],
+    ids=str,
+)
 def test_an_export_of_an_import_is_the_folder(name, dtype, tmp_path):
     """Bitwise; of GLA5 with `zeyuan_layernorm`, a norm has its other name."""
     recorded = small_models()[name]
@@ -143,7 +149,7 @@ def test_an_export_of_an_import_is_the_folder(name, dtype, tmp_path):
     assert {key: section[key] for key in same} == {key: recorded.model[key] for key in same}
 
     assert record["layout"] == "released"
-    assert [*record["files"]] == sorted(path_names(out))
+    assert record["files"] == path_names(out)
     again = import_folder(out, tmp_path / "again")
     assert again.args == imported.args
     first_state, state = whole_state(imported.checkpoint), whole_state(again.checkpoint)
@@ -155,8 +161,9 @@ def same_bits(tensor: Tensor, other: Tensor) -> bool:
 
 
 def path_names(folder: Path) -> list[str]:
+    """Return the paths of all files in a folder, sorted."""
     paths = [path for path in folder.rglob("*") if path.is_file()]
-    return [path.relative_to(folder).as_posix() for path in paths]
+    return sorted(path.relative_to(folder).as_posix() for path in paths)
 
 
 def test_the_rows_of_fused_tensors():
@@ -368,7 +375,25 @@ def test_attention_in_lingua_names(changes, tmp_path):
         assert torch.equal(our_logits(imported, tokens), model(tokens))
 
 
-def test_training_options_are_left_out(tmp_path):
+def test_the_command_writes_a_readme_and_no_code(tmp_path, capsys):
+    """The model card of the run, with the class that loads the folder."""
+    plant_run(tmp_path / "run", build(GLA5_ARGS))
+    out = tmp_path / "out"
+    words = [tmp_path / "run", out, "--layout", "released", "--no-tokenizer"]
+    parser = argparse.ArgumentParser()
+    add_export_arguments(parser)
+
+    run_export(parser.parse_args([*map(str, words)]))
+
+    files = ["README.md", "canon_pretrain.json", *(f"default/{name}" for name in LINGUA_FILES)]
+    assert path_names(out) == files
+    card = (out / "README.md").read_text()
+    assert "GLACanonForCausalLM" in card
+    assert "library_name" not in card
+    assert str(out) in capsys.readouterr().out
+
+
+def test_training_options_are_left_out():
     """They do not change what the model computes."""
     options: dict[str, Any] = {"init": "lingua", "init_seed": 3, "eos_id": 5}
     params = lingua.to_params(replace(GLA5_ARGS, **options))
@@ -385,12 +410,12 @@ def test_one_layout_replaces_the_other(tmp_path):
     (out / "notes.txt").write_text("mine")
 
     released = export(checkpoint, out, released=True, **options)
-    assert sorted(path_names(out)) == sorted([*released["files"], "notes.txt"])
+    assert path_names(out) == sorted([*released["files"], "notes.txt"])
     import_folder(out, tmp_path / "again")
 
     again = export(checkpoint, out, **options)
     assert again["files"] == first["files"]
-    assert sorted(path_names(out)) == sorted([*first["files"], "notes.txt"])
+    assert path_names(out) == sorted([*first["files"], "notes.txt"])
     assert not (out / "default").exists()
 
     # a folder or link of the user's in the way
@@ -423,7 +448,7 @@ def test_a_replacement_that_is_killed_does_not_load(tmp_path, monkeypatch):
     assert not (out / "default" / "params.json").exists()
 
     record = export(checkpoint, out, **options, force=True)
-    assert sorted(path_names(out)) == sorted(record["files"])
+    assert path_names(out) == record["files"]
     assert import_folder(out, tmp_path / "again").args == GLA5_ARGS
 
 
@@ -507,18 +532,16 @@ class TestReleasedClasses:
 
     @every_small_model
     def test_exports_load_in_the_class(self, released, name, tmp_path):
-        """As `from_pretrained` loads them, strictly."""
+        """By its `from_pretrained`, which is strict, and the names in the README."""
         args = lingua.to_args(small_models()[name].params)
         model = build(args)
         checkpoint = plant_run(tmp_path / "run", model)
         export(checkpoint, tmp_path / "out", released=True, with_tokenizer=False)
 
-        params = json.loads((tmp_path / "out" / "default" / "params.json").read_text())
-        path = tmp_path / "out" / "default" / "consolidated.pth"
-        content = torch.load(path, weights_only=True)
-        opened = released.LMTransformer(released.LMTransformerArgs(**params["model"])).eval()
-        opened.trans.load_from_lingua_state(content["model"])
+        _, module, class_name = lingua.code_of(lingua.to_params(args))
+        released_class = getattr(sys.modules[module], class_name)
+        opened = released_class.from_pretrained(str(tmp_path / "out")).eval()
 
         with torch.no_grad():
-            logits = opened(TOKENS)
+            logits = opened(TOKENS, use_cache=False).logits
             torch.testing.assert_close(logits, model(TOKENS), rtol=1e-4, atol=1e-5)
