@@ -6,7 +6,7 @@
 # make test-long    before a release: test-system's draws and simulations five times as many, more odd values
 # make test-fake-gpu  the trainer on fake GPUs, and planted faults that it must find
 # make test-learning  small models of the playground, trained until they solve their task
-# make test-release  synthetic tasks beside the author's: CLONE=PATH of PhysicsLM4, TOKENIZER=gpt2/tokenizer.json
+# make test-release  synthetic tasks and linear models beside the author's: CLONE=PATH of PhysicsLM4, TOKENIZER=gpt2/tokenizer.json
 # make test-slurm   the Slurm scripts on a real Slurm of two nodes (root; Debian's slurm packages)
 # make slurm-demo   text to report by Slurm jobs, command by command
 # make snapshots    renew the snapshots that hold the wording of help, tables and messages
@@ -68,7 +68,7 @@ test-learning: $(INSTALLED)
 CLONE ?=
 TOKENIZER ?=
 test-release: $(INSTALLED)
-	CLONE="$(abspath $(CLONE))" TOKENIZER="$(abspath $(TOKENIZER))" $(PYTEST) -m release tests/synthetic/test_release.py
+	CLONE="$(abspath $(CLONE))" TOKENIZER="$(abspath $(TOKENIZER))" $(PYTEST) -m release tests/synthetic/test_release.py tests/hf/test_released.py
 
 # a cluster per process: a test mostly waits for Slurm or for a program on one core
 test-slurm: $(INSTALLED)

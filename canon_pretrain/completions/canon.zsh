@@ -425,6 +425,7 @@ _shtab_canon_hf_defaults_added=0
 _shtab_canon_hf_export_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--dtype[dtype]:dtype:(float32 bfloat16 float16)"
+  "--layout[released\: params.json and consolidated.pth, as the paper\'s models on the hub]:layout:(transformers released)"
   "--tokenizer[the tokenizer, if it was moved]:PATH:_files"
   "--eos[end-of-text token, if its file does not name it]:TOKEN:"
   "--no-tokenizer[write only weights and code]"

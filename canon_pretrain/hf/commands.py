@@ -29,6 +29,12 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_out(parser)
     parser.add_argument("--dtype", default="float32", choices=DTYPES)
+    parser.add_argument(
+        "--layout",
+        default="transformers",
+        choices=("transformers", "released"),
+        help="released: params.json and consolidated.pth, as the paper's models on the hub",
+    )
     _add_export_options(parser)
     parser.add_argument("--force", action="store_true", help="replace an earlier export")
 
@@ -71,9 +77,10 @@ def _add_out(parser: argparse.ArgumentParser) -> None:
 def run_export(arguments: Namespace) -> None:
     """Write a checkpoint as a folder for transformers."""
     out: Path = arguments.out
-    record = _export(arguments, out, arguments.dtype, force=arguments.force)
+    released = arguments.layout == "released"
+    record = _export(arguments, out, arguments.dtype, released=released, force=arguments.force)
 
-    weight_files = [name for name in record["files"] if name.endswith(".safetensors")]
+    weight_files = [name for name in record["files"] if name.endswith((".safetensors", ".pth"))]
     num_bytes = sum((out / name).stat().st_size for name in weight_files)
     print(
         f"exported step {record['step']} to {out}: "
@@ -81,7 +88,14 @@ def run_export(arguments: Namespace) -> None:
     )
 
 
-def _export(arguments: Namespace, out: Path, dtype: str, *, force: bool = False) -> dict[str, Any]:
+def _export(
+    arguments: Namespace,
+    out: Path,
+    dtype: str,
+    *,
+    released: bool = False,
+    force: bool = False,
+) -> dict[str, Any]:
     """Export `arguments.checkpoint`, with a model card; return what the export records."""
     from canon_pretrain.hf.export import export  # imports torch
     from canon_pretrain.report.card import model_card
@@ -90,6 +104,7 @@ def _export(arguments: Namespace, out: Path, dtype: str, *, force: bool = False)
         arguments.checkpoint,
         out,
         dtype=dtype,
+        released=released,
         tokenizer=arguments.tokenizer,
         eos=arguments.eos,
         with_tokenizer=not arguments.no_tokenizer,

@@ -9,8 +9,12 @@
        /canon_pretrain.json     the origin of the weights, and the names of these files
        /README.md               how to load it, or the card that `card` makes of the run
 
+With the layout of the released models, the weights and the model are instead
+
+    OUT/default/consolidated.pth, params.json    as lingua writes them (lingua.py)
+
 It is written next to OUT and renamed. If OUT is replaced, its files are replaced one by one while
-config.json is absent: either the export is complete, or it does not load.
+config.json or params.json is absent: either the export is complete, or it does not load.
 """
 
 import contextlib
@@ -18,7 +22,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +33,7 @@ from canon_pretrain.checkpoint.architecture import find_checkpoint, model_args_o
 from canon_pretrain.core import files as disk
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.tokenizer import SENTENCEPIECE_FILE, Tokenizer
-from canon_pretrain.hf import writing
+from canon_pretrain.hf import lingua, writing
 from canon_pretrain.hf.classes import CLASSES, plain_fields, to_hf
 from canon_pretrain.hf.config import ARCHITECTURE, MODEL_TYPE, TOKEN_IDS, to_fields
 from canon_pretrain.hf.inkling import INKLING
@@ -47,6 +51,8 @@ from canon_pretrain.synthetic.evaluation import task_of_run
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RECORD = "canon_pretrain.json"
+_DESCRIBING = (CONFIG, lingua.PARAMS_FILE)
+"""Files without which an export does not load; it has one of them."""
 POSITION = ("train_state.", "dataloader.", "lr_scheduler.")
 """Prefixes of the state that records the training progress."""
 _TOKENIZER_HINT = "Use --tokenizer PATH or --no-tokenizer"
@@ -68,6 +74,7 @@ def export(
     out: Path,
     *,
     dtype: str = "float32",
+    released: bool = False,
     tokenizer: Path | None = None,
     eos: str | None = None,
     with_tokenizer: bool = True,
@@ -78,6 +85,7 @@ def export(
 ) -> dict[str, Any]:
     """Write a checkpoint to the new folder `out` with weights of `dtype`; return its RECORD.
 
+    `released`: in the layout of the released models, else for transformers.
     `checkpoint` is RUN/checkpoint/step-N, or RUN for the newest. `tokenizer` is a file or folder,
     by default that of the run's data (or of the import); `eos` names its end-of-text token if
     nothing else does. `force` replaces the files of an earlier export, and nothing else in `out`.
@@ -99,6 +107,7 @@ def export(
     checkpoint, run = find_checkpoint(checkpoint)
     weights.check_checkpoint(checkpoint)
     args = model_args_of(run)
+    params = lingua.to_params(args) if released else None
     like = meta_weights(args)
     manifest = weights.check_weights(checkpoint, like)
     if with_tokenizer:
@@ -119,6 +128,7 @@ def export(
         "world_size": manifest.world_size,
         "torch": manifest.torch,
         "dtype": dtype,
+        "layout": "released" if released else "transformers",
         "num_parameters": num_parameters(args),
         "tokenizer": None,
         "position": weights.read_plain_values(checkpoint, POSITION),
@@ -133,18 +143,22 @@ def export(
         }
 
     with writing.folder_beside(out, "exporting") as temporary:
-        # The weights, under the names of the class that computes this model.
+        # The weights and the model, as its class reads them.
         torch_dtype = DTYPES[dtype]
-        model_type = (plain_fields(args) or {}).get("model_type", MODEL_TYPE)
-        named = _in_class(like.items(), args, model_type)
-        shapes = {name: tensor.shape for name, tensor in named}
-        plans = writing.plan_files(shapes, torch_dtype, max_file_bytes)
-        tensors = _tensors(checkpoint, args, like, torch_dtype, model_type)
-        writing.write_files(temporary, plans, tensors, torch_dtype)
+        if params is None:
+            _write_weights(temporary, checkpoint, args, like, torch_dtype, max_file_bytes)
+            contents = _small_files(args, training_tokenizer, ids, dtype)
+            loading = _loading(args, training_tokenizer)
+            library = "transformers"
+        else:
+            _write_released_weights(temporary, checkpoint, args, like, torch_dtype, params)
+            contents = {lingua.PARAMS_FILE: _to_json(params)}
+            contents |= _tokenizer_contents(training_tokenizer, args)
+            loading = _released_loading(params)
+            library = None
 
-        # Configs, code and tokenizer; README.md and its pictures.
-        contents = _small_files(args, training_tokenizer, ids, dtype)
-        readme = _readme(args, dtype, manifest.step, training_tokenizer)
+        # README.md and its pictures.
+        readme = _readme(args, dtype, manifest.step, loading, library)
         if card is None:
             text = f"# {readme.title}\n\n{readme.lead}\n\n{readme.loading}"
             contents["README.md"] = text.encode()
@@ -154,10 +168,44 @@ def export(
             (temporary / name).write_bytes(content)
 
         # The record lists every file, itself included.
-        record["files"] = sorted({RECORD, *(path.name for path in temporary.iterdir())})
+        files = [path for path in temporary.rglob("*") if path.is_file()]
+        names = {path.relative_to(temporary).as_posix() for path in files}
+        record["files"] = sorted({RECORD, *names})
         disk.write_json(temporary / RECORD, record)
         _publish(temporary, out, old_files, record)
     return record
+
+
+def _write_weights(
+    folder: Path,
+    checkpoint: Path,
+    args: ModelArgs,
+    like: dict[str, Tensor],
+    dtype: torch.dtype,
+    max_file_bytes: int,
+) -> None:
+    """Write the weights under the names of the class of transformers that computes this model."""
+    model_type = (plain_fields(args) or {}).get("model_type", MODEL_TYPE)
+    named = _in_class(like.items(), args, model_type)
+    shapes = {name: tensor.shape for name, tensor in named}
+    plans = writing.plan_files(shapes, dtype, max_file_bytes)
+    tensors = _tensors(checkpoint, args, like, dtype, model_type)
+    writing.write_files(folder, plans, tensors, dtype)
+
+
+def _write_released_weights(
+    folder: Path,
+    checkpoint: Path,
+    args: ModelArgs,
+    like: dict[str, Tensor],
+    dtype: torch.dtype,
+    params: Mapping[str, Any],
+) -> None:
+    """Write the weights under the names of the released class of `params`."""
+    path = folder / lingua.WEIGHTS_FILE
+    path.parent.mkdir()
+    stored = _stored(checkpoint, args, like, dtype, MODEL_TYPE)
+    lingua.write_tensors(path, lingua.weights_of(params).to_class(stored, args))
 
 
 def _tensors(
@@ -212,7 +260,7 @@ def files_of_export(out: Path) -> list[str]:
     files: list[str] = []
     with contextlib.suppress(disk.UnreadableFile):
         files = disk.read_record(out / RECORD, _Files).files
-    if not files or any(name != Path(name).name for name in files):
+    if not files or not all(map(_is_file_of_export, files)):
         raise UserError(
             "hf.not_an_export",
             f"{out} exists, and has no valid {RECORD} that lists the files of an export",
@@ -221,47 +269,73 @@ def files_of_export(out: Path) -> list[str]:
     return files
 
 
+def _is_file_of_export(name: str) -> bool:
+    """Return whether a record may list `name`: a file of the folder or of lingua's subfolder."""
+    path = PurePosixPath(name)
+    return name in (path.name, f"{lingua.VARIANT}/{path.name}")
+
+
 def _publish(
     temporary: Path, out: Path, old_files: list[str] | None, record: dict[str, Any]
 ) -> None:
     """Make `temporary` the folder `out`, whose `old_files` are replaced (None: `out` is new)."""
-    for path in temporary.iterdir():
-        with open(path, "rb") as file:
+    new_files = record["files"]
+    for name in new_files:
+        with open(temporary / name, "rb") as file:
             os.fsync(file.fileno())
-    disk.fsync_folder(temporary)
+    _fsync_folders(temporary)
     if old_files is None:
         disk.publish(temporary, out)
         return
 
-    # Refuse to overwrite files that are not of the earlier export.
-    new_files = record["files"]
+    # Refuse to overwrite files that are not of the earlier export, or to follow a link out of it.
     all_files = {*old_files, *new_files}
-    for name in all_files:
-        path = out / name
-        if os.path.lexists(path) and (name not in old_files or path.is_dir()):
-            raise UserError(
-                "hf.not_an_export",
-                f"{path} is not a file of the earlier export: move it",
-                path=path,
-            )
+    subfolder = out / lingua.VARIANT
+    has_subfolder = any("/" in name for name in all_files)
+    not_ours = [
+        out / name
+        for name in sorted(all_files)
+        if os.path.lexists(out / name) and (name not in old_files or (out / name).is_dir())
+    ]
+    if has_subfolder and os.path.lexists(subfolder):
+        if subfolder.is_symlink() or not subfolder.is_dir():
+            not_ours.append(subfolder)
+    if not_ours:
+        raise UserError(
+            "hf.not_an_export",
+            f"{not_ours[0]} is not a file of the earlier export: move it",
+            path=not_ours[0],
+        )
 
-    # Without CONFIG the folder does not load. Until the end the record lists the files of both
+    # Without _DESCRIBING the folder does not load. Until the end the record lists the files of both
     # exports, for --force after a kill.
     disk.write_json(out / RECORD, record | {"files": sorted(all_files)})
-    (out / CONFIG).unlink(missing_ok=True)
-    disk.fsync_folder(out)
+    for name in _DESCRIBING:
+        (out / name).unlink(missing_ok=True)
+    _fsync_folders(out)
 
     # Replace all other files.
-    for name in set(new_files) - {CONFIG, RECORD}:
+    describing = [name for name in _DESCRIBING if name in new_files]
+    for name in set(new_files) - {*describing, RECORD}:
+        (out / name).parent.mkdir(exist_ok=True)
         disk.rename(temporary / name, out / name)
     for name in all_files.difference(new_files):
         (out / name).unlink(missing_ok=True)
-    disk.fsync_folder(out)
+    if has_subfolder:
+        with contextlib.suppress(OSError):  # it has files
+            subfolder.rmdir()
+    _fsync_folders(out)
 
-    # CONFIG makes the folder load again; the record then lists the new files only.
-    for name in (CONFIG, RECORD):
+    # The folder loads again; the record then lists the new files only.
+    for name in (*describing, RECORD):
         disk.rename(temporary / name, out / name)
-    disk.fsync_folder(out)
+    _fsync_folders(out)
+
+
+def _fsync_folders(out: Path) -> None:
+    for folder in (out, out / lingua.VARIANT):
+        if folder.is_dir():
+            disk.fsync_folder(folder)
 
 
 @dataclass(frozen=True)
@@ -330,21 +404,31 @@ def _small_files(
         generation["suppress_tokens"] = list(range(ids.vocab_size, args.vocab_size))
     contents = {CONFIG: config | {"torch_dtype": dtype}, "generation_config.json": generation}
 
-    # The tokenizer is left out on request only: not if its ids would differ.
-    if tokenizer is not None:
-        try:
-            contents |= tokenizer_files(tokenizer, args.max_seq_len)
-        except UserError as error:
-            raise UserError(
-                "hf.inexact_tokenizer", f"{error}. Leave it out with --no-tokenizer"
-            ) from None
-        sentencepiece_model = sentencepiece_file(tokenizer)
-        if sentencepiece_model is not None:
-            files[SENTENCEPIECE_FILE] = sentencepiece_model
+    files |= {name: _to_json(content) for name, content in contents.items()}
+    return files | _tokenizer_contents(tokenizer, args)
 
-    for name, content in contents.items():
-        files[name] = (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+def _tokenizer_contents(tokenizer: Tokenizer | None, args: ModelArgs) -> dict[str, bytes]:
+    """Return the tokenizer's files, by name: none if there is no tokenizer."""
+    if tokenizer is None:
+        return {}
+
+    # It is left out on request only: not if its ids would differ.
+    try:
+        contents = tokenizer_files(tokenizer, args.max_seq_len)
+    except UserError as error:
+        raise UserError(
+            "hf.inexact_tokenizer", f"{error}. Leave it out with --no-tokenizer"
+        ) from None
+    files = {name: _to_json(content) for name, content in contents.items()}
+    sentencepiece_model = sentencepiece_file(tokenizer)
+    if sentencepiece_model is not None:
+        files[SENTENCEPIECE_FILE] = sentencepiece_model
     return files
+
+
+def _to_json(content: object) -> bytes:
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _with_names(args: ModelArgs, mixers: Iterable[writing.MixerSource]) -> ModelArgs:
@@ -371,6 +455,18 @@ lm_eval --model hf --model_args {{options}} --tasks ...
 
 {{serving}}
 `{RECORD}` records the origin of the weights and lists the files.
+"""
+_RELEASED_LOADING = f"""\
+The layout of the released models of [PhysicsLM4](https://github.com/facebookresearch/PhysicsLM4):
+`{lingua.PARAMS_FILE}` and `{lingua.WEIGHTS_FILE}`. In its folder `{{folder}}`, with the packages
+that the code there names:
+
+```python
+from {{module}} import {{name}}
+model = {{name}}.from_pretrained("{{place}}")
+```
+
+`canon hf import` reads it too. `{RECORD}` records the origin of the weights and lists the files.
 """
 _CUSTOM = """\
 Needs torch and transformers (4.57 or later); the modeling code is in this folder.
@@ -453,25 +549,19 @@ def _state_sizes(layer: ModelArgs) -> dict[str, str]:
 
 
 class _Readme(NamedTuple):
-    """The parts of a README: `lead` is what the weights are, `loading` Markdown."""
+    """The parts of a README: `lead` is what the weights are, `loading` Markdown.
+
+    `library` is the hub's name of what loads it, if it has one.
+    """
 
     title: str
     lead: str
     loading: str
+    library: str | None
 
 
-def _readme(args: ModelArgs, dtype: str, step: int, tokenizer: Tokenizer | None) -> _Readme:
+def _readme(args: ModelArgs, dtype: str, step: int, loading: str, library: str | None) -> _Readme:
     """Return the README's parts for an export of step `step`."""
-    # How to load it. Only the code of this folder has to be trusted, a standard class has none.
-    trust = [] if plain_fields(args) else ["trust_remote_code=True"]
-    arguments = ", ".join([f'"{PLACE}"', *trust])
-    loaders = {"model": "AutoModelForCausalLM"}
-    if tokenizer is not None:
-        loaders["tokenizer"] = "AutoTokenizer"
-    code = [f"from transformers import {', '.join(loaders.values())}"]
-    code += [f"{name} = {loader}.from_pretrained({arguments})" for name, loader in loaders.items()]
-
-    # What it is, and where its weights come from.
     origin = f"step {step:,} of training" if step else "a checkpoint without a step of training"
     kinds = "; ".join(f"{number} with {_kind_text(kind)}" for kind, number in args.layer_counts)
     if len(args.kinds) == 1:
@@ -480,12 +570,32 @@ def _readme(args: ModelArgs, dtype: str, step: int, tokenizer: Tokenizer | None)
     return _Readme(
         title=f"{args.num_layers} layers of width {args.dim}, {kinds}",
         lead=f"{num_parameters(args):,} parameters in {dtype}, from {origin}.",
-        loading=_LOADING.format(
-            code="\n".join(code),
-            options=",".join([f"pretrained={PLACE}", *trust]),
-            serving=_serving_text(args, tokenizer),
-        ),
+        loading=loading,
+        library=library,
     )
+
+
+def _loading(args: ModelArgs, tokenizer: Tokenizer | None) -> str:
+    """Return how to load an export with transformers."""
+    # Only the code of this folder has to be trusted, a standard class has none.
+    trust = [] if plain_fields(args) else ["trust_remote_code=True"]
+    arguments = ", ".join([f'"{PLACE}"', *trust])
+    loaders = {"model": "AutoModelForCausalLM"}
+    if tokenizer is not None:
+        loaders["tokenizer"] = "AutoTokenizer"
+    code = [f"from transformers import {', '.join(loaders.values())}"]
+    code += [f"{name} = {loader}.from_pretrained({arguments})" for name, loader in loaders.items()]
+    return _LOADING.format(
+        code="\n".join(code),
+        options=",".join([f"pretrained={PLACE}", *trust]),
+        serving=_serving_text(args, tokenizer),
+    )
+
+
+def _released_loading(params: Mapping[str, Any]) -> str:
+    """Return how to load an export with the layout of the released models."""
+    folder, module, name = lingua.code_of(params)
+    return _RELEASED_LOADING.format(folder=folder, module=module, name=name, place=PLACE)
 
 
 def _kind_text(layer: ModelArgs) -> str:

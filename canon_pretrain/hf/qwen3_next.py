@@ -108,7 +108,7 @@ _DELTA_NAMING = _NAMING._replace(
     },
 )
 # a module that predicts several tokens, which transformers does not read either
-_MULTI_TOKEN = "mtp."
+_MULTI_TOKEN = r"mtp\..*"
 _CENTERED_NORMS = ("attention_norm", "ffn_norm", "q_norm", "k_norm")
 """Norms of a layer whose gain is 1 + weight in the class; so is that of the last norm."""
 
@@ -394,7 +394,7 @@ QWEN3_NEXT_CLASS = StandardClass(
     to_fields=_to_fields,
     naming=_NAMING,
     delta_naming=_DELTA_NAMING,
-    ignored_prefix=_MULTI_TOKEN,
+    ignored=_MULTI_TOKEN,
     packed_tensors=_packed_tensors,
     values_to_ours=_to_ours,
     values_to_class=_to_class,

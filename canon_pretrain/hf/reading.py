@@ -36,9 +36,9 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import fsync_folder, publish, read_json, write_atomic
 from canon_pretrain.data.tokenizer import FILE_NAMES
 from canon_pretrain.hf import classes, lingua
-from canon_pretrain.hf.classes import CLASSES, MODEL_TYPES, REFUSED_TYPES, to_hf
+from canon_pretrain.hf.classes import CLASSES, MODEL_TYPES, REFUSED_TYPES, to_hf, to_ours
 from canon_pretrain.hf.config import HUGGINGFACE, layout, raise_unsupported
-from canon_pretrain.hf.standard import Packed, StandardClass
+from canon_pretrain.hf.standard import Packed, TheirWeights
 from canon_pretrain.hf.writing import INDEX, folder_beside, unflatten
 from canon_pretrain.model.args import (
     FILLED_SIZES,
@@ -234,14 +234,16 @@ def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
 
     Raises UserError for tensors that are missing, unknown, or of another shape or type.
     """
-    is_lingua = _params(source) is not None
-    config_name = CONFIG
-    config: dict[str, Any] = {}
-    if is_lingua:
-        config_name = lingua.PARAMS
-    else:
-        config = read_json(_file(source, CONFIG), finite=False)
+    params = _params(source)
+    config_name = CONFIG if params is None else lingua.PARAMS
+    config = read_json(_file(source, params or CONFIG), finite=False)
     model_type = str(config.get("model_type"))
+    theirs: TheirWeights | None = CLASSES.get(model_type)
+    if params is not None:
+        theirs = lingua.weights_of(config)
+
+    def their_name(name: str) -> str:
+        return to_hf(name, model_type, args) if theirs is None else theirs.to_hf(name, args)
 
     # Read the tensors that the config describes, and remember the names of others.
     our_shapes = {name: tensor.shape for name, tensor in meta_weights(args).items()}
@@ -249,12 +251,11 @@ def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     unknown_names: list[str] = []
     packed_by_name: dict[str, Packed] = {}
-    stored_tensors: Iterable[_StoredTensor] = _tensors(source, model_type, args)
-    standard = CLASSES.get(model_type)
-    if standard is not None:
-        expected_shapes = standard.their_shapes(our_shapes, args)
-        packed_by_name = {packed.name: packed for packed in standard.packed_tensors(args)}
-        stored_tensors = _with_joined_parts(stored_tensors, standard, source)
+    stored_tensors: Iterable[_StoredTensor] = _tensors(source, theirs, model_type, args)
+    if theirs is not None:
+        expected_shapes = theirs.their_shapes(our_shapes, args)
+        packed_by_name = {packed.name: packed for packed in theirs.packed_tensors(args)}
+        stored_tensors = _with_joined_parts(stored_tensors, theirs, source)
     for stored in stored_tensors:
         if packed := packed_by_name.get(stored.name):
             shape = torch.Size((packed.num_rows, args.dim))
@@ -266,29 +267,27 @@ def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
             name = "tok_embeddings.weight"
         if name is None or name not in expected_shapes:
             is_ignored = stored.name.endswith(_TABLES)
-            if standard is not None and standard.ignored_prefix:
-                is_ignored = stored.name.startswith(standard.ignored_prefix)
+            if theirs is not None:
+                is_ignored = is_ignored or re.fullmatch(theirs.ignored, stored.name) is not None
             if not is_ignored:
                 unknown_names.append(stored.name)
             continue
 
         tensor = _read_checked(stored, expected_shapes[name], source)
         if name in weights and not torch.equal(weights[name], tensor):
-            head = to_hf("output.weight", model_type)
-            embedding = to_hf(name, model_type)
             raise UserError(
                 "hf.tied_weights_differ",
-                f"{source}: {config_name} ties {head} and {embedding}, but they differ",
+                f"{source}: {config_name} ties {their_name('output.weight')} and "
+                f"{their_name(name)}, but they differ",
             )
         weights[name] = tensor
 
     # Config and tensors must describe one model.
     missing_names = [name for name in expected_shapes if name not in weights]
-    if not is_lingua:
-        names = {part.name: p.name for p in packed_by_name.values() for part in p.parts}
-        missing_names = [names.get(name) or to_hf(name, model_type, args) for name in missing_names]
-        missing_names = list(dict.fromkeys(missing_names))
     if missing_names:
+        names = {part.name: p.name for p in packed_by_name.values() for part in p.parts}
+        missing_names = [names.get(name) or their_name(name) for name in missing_names]
+        missing_names = list(dict.fromkeys(missing_names))
         raise UserError(
             "hf.missing_tensors",
             f"{source} lacks {_listed(missing_names)}, which its {config_name} describes",
@@ -302,12 +301,12 @@ def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
         )
 
     # Our rotary layout is lingua's.
-    if not is_lingua and layout(config) == HUGGINGFACE:
+    if params is None and layout(config) == HUGGINGFACE:
         for name, order in interleave_orders(args).items():
             weights[name] = weights[name][order]
     our_weights: Mapping[str, Tensor] = weights
-    if standard is not None:
-        our_weights = standard.values_to_ours(weights, args, config)
+    if theirs is not None:
+        our_weights = theirs.values_to_ours(weights, args, config)
     return {name: our_weights[name] for name in our_shapes}
 
 
@@ -506,7 +505,7 @@ class _StoredTensor(NamedTuple):
 
 
 def _with_joined_parts(
-    tensors: Iterable[_StoredTensor], standard: StandardClass, source: Path
+    tensors: Iterable[_StoredTensor], theirs: TheirWeights, source: Path
 ) -> Iterator[_StoredTensor]:
     """Yield the tensors; those that a class stores in parts as one, after the last part.
 
@@ -515,7 +514,7 @@ def _with_joined_parts(
     """
     parts_by_name: dict[str, dict[int, Tensor]] = {}
     for stored in tensors:
-        number = standard.part_number(stored.name)
+        number = theirs.part_number(stored.name)
         if number is None or stored.our_name is None:
             yield stored
             continue
@@ -533,23 +532,34 @@ def _with_joined_parts(
                 given=shape,
                 expected=expected_shape,
             )
-        if len(parts) == len(standard.conv_parts):
+        if len(parts) == len(theirs.conv_parts):
             whole = torch.cat([parts[number] for number in sorted(parts)])
             yield stored._replace(shape=whole.shape, read=whole.detach)
 
 
 def _tensors(
-    source: Path, model_type: str = "", args: ModelArgs | None = None
+    source: Path,
+    theirs: TheirWeights | None = None,
+    model_type: str = "",
+    args: ModelArgs | None = None,
 ) -> Iterator[_StoredTensor]:
     """Yield the folder's tensors; each can be read until the next one. Raises UserError.
 
-    `args`: the model, for the names of a class whose layers have other ones.
+    `theirs`: the class, for the names of its parameters, if it is not like Llama. `args`: the
+    model, for a class whose layers have other names.
     """
+
+    def our_name(name: str) -> str | None:
+        try:
+            return to_ours(name, model_type, args) if theirs is None else theirs.to_ours(name, args)
+        except ValueError:
+            return None
+
     params = _params(source)
     if params is not None:
         path = _file(source, params.with_name(lingua.WEIGHTS))
         for name, tensor in lingua.read_tensors(path).items():
-            yield _StoredTensor(name, lingua.to_ours(name), tensor.shape, tensor.detach)
+            yield _StoredTensor(name, our_name(name), tensor.shape, tensor.detach)
         return
 
     # Opened one at a time; a tensor is read from its file only when it is asked for.
@@ -568,11 +578,8 @@ def _tensors(
                 # a file without an index has all tensors
                 for name in sorted(indexed_names or stored_names):
                     shape = torch.Size(file.get_slice(name).get_shape())
-                    try:
-                        our_name = classes.to_ours(name, model_type, args)
-                    except ValueError:
-                        our_name = None
-                    yield _StoredTensor(name, our_name, shape, partial(file.get_tensor, name))
+                    read = partial(file.get_tensor, name)
+                    yield _StoredTensor(name, our_name(name), shape, read)
         except (SafetensorError, OSError) as error:
             raise UserError(
                 "hf.unreadable_weights", f"{path} cannot be read: {error}", path=path

@@ -1,7 +1,8 @@
-"""What an import and an export need of a class of transformers that is not like Llama.
+"""What an import and an export need of a class that is not like Llama.
 
-Each of these classes has a file of this folder, which ends with its StandardClass; classes.py has
-the table. The functions of a class take and return our names of parameters.
+Each of transformers' classes has a file of this folder, which ends with its StandardClass;
+classes.py has the table. Those of the released linear models are in lingua_linear.py. The functions
+of a class take and return our names of parameters.
 """
 
 import re
@@ -72,17 +73,8 @@ def _unchanged(tensors: Tensors, _args: ModelArgs) -> Tensors:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StandardClass:
-    """A class of transformers' own: its fields, names and weights, and ours."""
-
-    model_type: str
-    known_fields: Set[str]
-    """Fields of its config.json that are read or have no effect, besides those of all classes."""
-    to_args: Callable[[Mapping[str, Any]], dict[str, Any]]
-    """Return the arguments of ModelArgs that are in a config.json itself, without its EXTENSION.
-    Raises UserError, naming the field."""
-    to_fields: Callable[[ModelArgs], dict[str, Any] | None]
-    """Return a config.json, None if the class does not compute the model."""
+class TheirWeights:
+    """How a class names and stores its weights, and how ours become those."""
 
     naming: Naming
     delta_naming: Naming | None = None
@@ -92,11 +84,9 @@ class StandardClass:
     conv: str = ""
     conv_parts: tuple[str, ...] = ()
     """The modules in whose weights files have the rows of the convolution `conv`, in this order."""
-    mixer_folder: Path | None = None
-    """Where the files of its mixers are, if they are files of ours."""
 
-    ignored_prefix: str = ""
-    """Prefix of tensors in files that are not read."""
+    ignored: str = r"(?!)"
+    """Pattern of the names of tensors in files that are not read; by default it matches none."""
     their_shapes: Callable[[Mapping[str, torch.Size], ModelArgs], Mapping[str, torch.Size]] = (
         _same_shapes
     )
@@ -125,7 +115,7 @@ class StandardClass:
         A part of a convolution has the name of the whole (`parts_of`).
         """
         for old_name, new_name in self.old_names.items():
-            name = name.replace(f".{old_name}.", f".{new_name}.")
+            name = f".{name}".replace(f".{old_name}.", f".{new_name}.")[1:]
         for part_name in self.conv_parts:
             name = name.replace(f".{part_name}.", f".{self.conv}.")
         return name_to_ours(name, self._naming_of(name, args))
@@ -184,3 +174,19 @@ class StandardClass:
                 yield packed.name, packed.join(waiting)
                 for part in packed.parts:
                     del waiting[part.name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandardClass(TheirWeights):
+    """A class of transformers' own: its fields, names and weights, and ours."""
+
+    model_type: str
+    known_fields: Set[str]
+    """Fields of its config.json that are read or have no effect, besides those of all classes."""
+    to_args: Callable[[Mapping[str, Any]], dict[str, Any]]
+    """Return the arguments of ModelArgs that are in a config.json itself, without its EXTENSION.
+    Raises UserError, naming the field."""
+    to_fields: Callable[[ModelArgs], dict[str, Any] | None]
+    """Return a config.json, None if the class does not compute the model."""
+    mixer_folder: Path | None = None
+    """Where the files of its mixers are, if they are files of ours."""

@@ -78,11 +78,19 @@ Row = tuple[str, str]
 
 
 def model_card(
-    path: Path, step: int, *, title: str, lead: str, loading: str, license_id: str | None
+    path: Path,
+    step: int,
+    *,
+    title: str,
+    lead: str,
+    loading: str,
+    library: str | None,
+    license_id: str | None,
 ) -> dict[str, bytes]:
     """Return README.md and, if the run has a log, its picture, for the run's checkpoint at `step`.
 
-    `lead`: what the weights are. `loading`: Markdown. Equal runs make equal bytes.
+    `lead`: what the weights are. `loading`: Markdown. `library`: the hub's name of what loads it.
+    Equal runs make equal bytes.
     """
     run = RunRecord(path, "score")  # what tables call its column
     has_log = False
@@ -141,7 +149,7 @@ def model_card(
     if args:
         tags += _tags(args)
     metadata = ModelCardData(
-        library_name="transformers",
+        library_name=library,
         pipeline_tag="text-generation",
         license=license_id,
         datasets=sorted(data.datasets) or None,

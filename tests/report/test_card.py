@@ -26,7 +26,13 @@ HOSTILE = "a\n```\n\n\n# no title\n    <script>\n| x |\x1b[31m---\n"
 def card(run, at, license_id=None):
     """Return the files of the model card of a run at a step."""
     return model_card(
-        run.path, at, license_id=license_id, title="A title", lead="A lead.", loading="LOADING"
+        run.path,
+        at,
+        license_id=license_id,
+        title="A title",
+        lead="A lead.",
+        loading="LOADING",
+        library="transformers",
     )
 
 

@@ -275,7 +275,7 @@ def export_scalars(path, good, out):
 
 def make_card(path, good, out):
     """View: the model card."""
-    card.model_card(path, LAST, title="t", lead="l", loading="x", license_id=None)
+    card.model_card(path, LAST, title="t", lead="l", loading="x", library=None, license_id=None)
 
 
 def list_checkpoints(path, good, out):
