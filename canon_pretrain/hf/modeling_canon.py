@@ -580,8 +580,9 @@ class LlamaCanonModel(LlamaCanonPreTrainedModel):
         hidden_states.append(self.norm(h_BTD))
 
         # without the tokens that a crop of the cache had left over
-        hidden_states = [h_BTD[:, -num_tokens:] for h_BTD in hidden_states]
-        attentions = [weights[:, :, -num_tokens:] for weights in attentions]
+        if passage.tokens_BT.shape[1] > num_tokens:
+            hidden_states = [h_BTD[:, -num_tokens:] for h_BTD in hidden_states]
+            attentions = [weights[:, :, -num_tokens:] for weights in attentions]
         return BaseModelOutputWithPast(
             last_hidden_state=hidden_states[-1],
             past_key_values=cache,
