@@ -571,20 +571,23 @@ class LlamaCanonModel(LlamaCanonPreTrainedModel):
         attentions: list[Tensor] = []
         with _recorded(self.attends, attentions) if output_attentions else nullcontext():
             for layer, context in zip(self.layers, contexts, strict=True):
-                hidden_states.append(h_BTD)
+                if output_hidden_states:
+                    hidden_states.append(h_BTD)
                 h_BTD = layer(h_BTD, context)
                 if isinstance(h_BTD, tuple):  # with experts in training, also their load
                     h_BTD = h_BTD[0]
         if cache is not None:
             cache.memory.end(passage.tokens_BT.shape[1])
-        hidden_states.append(self.norm(h_BTD))
+        h_BTD = self.norm(h_BTD)
+        hidden_states.append(h_BTD)
 
         # without the tokens that a crop of the cache had left over
         if passage.tokens_BT.shape[1] > num_tokens:
-            hidden_states = [h_BTD[:, -num_tokens:] for h_BTD in hidden_states]
+            h_BTD = h_BTD[:, -num_tokens:]
+            hidden_states = [state_BTD[:, -num_tokens:] for state_BTD in hidden_states]
             attentions = [weights[:, :, -num_tokens:] for weights in attentions]
         return BaseModelOutputWithPast(
-            last_hidden_state=hidden_states[-1],
+            last_hidden_state=h_BTD,
             past_key_values=cache,
             hidden_states=tuple(hidden_states) if output_hidden_states else None,
             attentions=tuple(attentions) if output_attentions else None,

@@ -4,6 +4,7 @@ import unittest
 from typing import Any
 
 import torch
+import transformers
 from transformers.models.auto import modeling_auto
 from transformers_tests.test_modeling_common import ModelTesterMixin
 
@@ -16,6 +17,13 @@ from canon_pretrain.hf.modeling_canon import (
     LlamaCanonModel,
 )
 from tests.variants import variant
+
+# as a user registers classes that are not loaded from a folder
+transformers.AutoConfig.register(MODEL_TYPE, LlamaCanonConfig)
+transformers.AutoModel.register(LlamaCanonConfig, LlamaCanonModel)
+transformers.AutoModelForSequenceClassification.register(
+    LlamaCanonConfig, LlamaCanonForSequenceClassification
+)
 
 # the names by which transformers' tests know what a class returns, and which labels it takes
 modeling_auto.MODEL_MAPPING_NAMES[MODEL_TYPE] = "LlamaCanonModel"
