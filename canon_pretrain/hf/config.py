@@ -16,6 +16,13 @@ from canon_pretrain.model.args import LAYER_FIELDS, ModelArgs, to_json
 
 MODEL_TYPE = "LlamaCanon"
 ARCHITECTURE = "LlamaCanonForCausalLM"
+AUTO_CLASSES = {
+    "AutoModel": "LlamaCanonModel",
+    "AutoModelForCausalLM": ARCHITECTURE,
+    "AutoModelForSequenceClassification": "LlamaCanonForSequenceClassification",
+    "AutoModelForTokenClassification": "LlamaCanonForTokenClassification",
+}
+"""Classes of an export's code, by the class of transformers that loads them."""
 STANDARD_CLASSES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",

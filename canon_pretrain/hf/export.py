@@ -35,7 +35,13 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.tokenizer import SENTENCEPIECE_FILE, Tokenizer
 from canon_pretrain.hf import lingua, writing
 from canon_pretrain.hf.classes import CLASSES, plain_fields, to_hf
-from canon_pretrain.hf.config import ARCHITECTURE, MODEL_TYPE, TOKEN_IDS, to_fields
+from canon_pretrain.hf.config import (
+    ARCHITECTURE,
+    AUTO_CLASSES,
+    MODEL_TYPE,
+    TOKEN_IDS,
+    to_fields,
+)
 from canon_pretrain.hf.inkling import INKLING
 from canon_pretrain.hf.loading import find_tokenizer, run_data
 from canon_pretrain.hf.mamba2 import MAMBA2
@@ -389,7 +395,7 @@ def _small_files(
             "architectures": [ARCHITECTURE],
             "auto_map": {
                 "AutoConfig": "modeling_canon.LlamaCanonConfig",
-                "AutoModelForCausalLM": f"modeling_canon.{ARCHITECTURE}",
+                **{auto: f"modeling_canon.{name}" for auto, name in AUTO_CLASSES.items()},
             },
             "model_type": MODEL_TYPE,
             **to_fields(args),

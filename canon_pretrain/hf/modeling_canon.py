@@ -1,22 +1,33 @@
 """The exported model for transformers: from_pretrained(OUT, trust_remote_code=True).
 
-It wraps a copy of `Transformer`, whose modules are registered under the names of
-LlamaCanonForCausalLM; modules that are replaced there (LoRA, a larger vocabulary) are used by the
-forward pass. B rows, T tokens, S tokens including the cached ones, V vocabulary.
+The modules are those of model/, registered under the names of LlamaCanonForCausalLM; their forward
+passes run unmodified. What replaces a module there (LoRA, a larger vocabulary, a quantized linear
+layer) is what the forward pass uses.
+
+Shapes: B rows, T tokens, S tokens including the cached ones, D hidden, V vocabulary.
 """
 
-from collections.abc import Iterable
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache as HFCache
 from transformers.configuration_utils import PretrainedConfig
-from transformers.generation import GenerationMixin
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.generation import GenerationMixin, GenerationMode
+from transformers.modeling_layers import (
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import can_return_tuple, logging
 
 from canon_pretrain.hf.config import (
     DEFAULTS,
@@ -31,11 +42,15 @@ from canon_pretrain.hf.config import (
     to_args,
 )
 from canon_pretrain.model.args import ModelArgs, with_mixers_in
+from canon_pretrain.model.attend import Attend
 from canon_pretrain.model.attention import Rope
 from canon_pretrain.model.cache import Cache
 from canon_pretrain.model.canon import Canon
+from canon_pretrain.model.contexts import layer_contexts
 from canon_pretrain.model.init import initial_value
-from canon_pretrain.model.transformer import Transformer, TransformerBlock
+from canon_pretrain.model.transformer import Transformer, TransformerBlock, input_of_blocks
+
+logger = logging.get_logger(__name__)
 
 
 class LlamaCanonConfig(PretrainedConfig):
@@ -72,183 +87,387 @@ class LlamaCanonConfig(PretrainedConfig):
         super().__init__(**kwargs)
 
 
+# -- the cache -----------------------------------------------------------------------------------
+
+
+class Passage(NamedTuple):
+    """Tokens that are read in one pass."""
+
+    tokens_BT: Tensor
+    # their embeddings, if these are not those of the ids
+    embeds_BTD: Tensor | None
+    # which are not padding; None: all
+    is_real_BT: Tensor | None
+
+    def joined(self, other: "Passage", embed: nn.Module) -> "Passage":
+        """Return these tokens and the `other` ones behind them."""
+        tokens_BT = torch.cat((self.tokens_BT, other.tokens_BT), dim=1)
+        embeds_BTD = None
+        if self.embeds_BTD is not None or other.embeds_BTD is not None:
+            parts = [part.embeddings(embed) for part in (self, other)]
+            embeds_BTD = torch.cat(parts, dim=1)
+        is_real_BT = None
+        if self.is_real_BT is not None or other.is_real_BT is not None:
+            flags = [part.real_flags() for part in (self, other)]
+            is_real_BT = torch.cat(flags, dim=1)
+        return Passage(tokens_BT, embeds_BTD, is_real_BT)
+
+    def first(self, num_tokens: int) -> "Passage":
+        """Return the first tokens."""
+        return self._each(lambda part: part[:, :num_tokens])
+
+    def rows(self, indices: Tensor) -> "Passage":
+        """Return these rows, in this order."""
+        return self._each(lambda part: part[indices])
+
+    def _each(self, choose: Callable[[Tensor], Tensor]) -> "Passage":
+        return Passage(
+            choose(self.tokens_BT),
+            None if self.embeds_BTD is None else choose(self.embeds_BTD),
+            None if self.is_real_BT is None else choose(self.is_real_BT),
+        )
+
+    def embeddings(self, embed: nn.Module) -> Tensor:
+        return embed(self.tokens_BT) if self.embeds_BTD is None else self.embeds_BTD
+
+    def real_flags(self) -> Tensor:
+        if self.is_real_BT is None:
+            return torch.ones_like(self.tokens_BT, dtype=torch.bool)
+        return self.is_real_BT
+
+
+class _Pass(NamedTuple):
+    """A pass that a crop can undo."""
+
+    memory_before: Cache
+    passage: Passage
+
+
+MAX_RECORDED_PASSES = 64
+"""More are not undone: each one holds a copy of all states."""
+
+
 class DecodingCache(HFCache):
-    """`Cache` with the interface of transformers. It can't be cropped: no assisted generation."""
+    """`Cache` with the interface of transformers.
+
+    Keys and values alone can be cropped at any time. States (of Canon, of recurrences, of a full
+    window) cannot: once `activate_past_recording` is called, the passes since the last crop can be
+    undone, as in transformers' own layers of this kind. A crop into the middle of a pass leaves
+    tokens over, which the model reads again with the next ones.
+    """
 
     is_compileable = False
-    is_croppable = False
+    is_croppable = True
     is_initialized = True
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__(layers=[])
         self.args = args
+        self.record_past = False
         self.reset()
 
     def reset(self) -> None:
         self.memory = Cache.of(self.args)
-        self.rows = 0  # before the first tokens
+        self.num_rows = 0  # before the first tokens
+        self.left_over: Passage | None = None
+        self._passes: deque[_Pass] = deque(maxlen=MAX_RECORDED_PASSES)
 
     def __len__(self) -> int:
         return self.args.num_layers
 
     def get_seq_length(self, *args: object, **kwargs: object) -> int:
-        return self.memory.length
+        if self.left_over is None:
+            return self.memory.length
+        return self.memory.length + self.left_over.tokens_BT.shape[1]
 
     def get_max_cache_shape(self, *args: object, **kwargs: object) -> int:
         return -1
 
     get_max_length = get_max_cache_shape
 
+    @property
+    def batch_size(self) -> int:
+        return self.num_rows or -1
+
+    max_batch_size = batch_size
+
+    def begin(self, passage: Passage, embed: nn.Module) -> Passage:
+        """Return what is read now: what a crop has left over, and this passage."""
+        if self.left_over is not None:
+            passage = self.left_over.joined(passage, embed)
+            self.left_over = None
+        self.num_rows = len(passage.tokens_BT)
+        if self.record_past:
+            self._passes.append(_Pass(self.memory.snapshot(), passage))
+        return passage
+
+    def activate_past_recording(self) -> None:
+        """Keep what is needed to undo the passes from now on."""
+        self.record_past = True
+
+    def is_recording_past(self, *args: object, **kwargs: object) -> bool:
+        return self.record_past
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last -`tokens_to_remove` tokens; if positive, all after so many (4.57)."""
+        length = self.get_seq_length() + tokens_to_remove
+        if tokens_to_remove > 0:
+            length = min(tokens_to_remove, self.get_seq_length())
+        if length < 0:
+            raise ValueError(f"cannot remove {-tokens_to_remove} of {self.get_seq_length()} tokens")
+        if length < self.get_seq_length():
+            self._cut(length)
+        self._passes.clear()
+
+    def _cut(self, length: int) -> None:
+        # Only what was not read yet.
+        if length >= self.memory.length:
+            assert self.left_over is not None
+            self.left_over = self.left_over.first(length - self.memory.length)
+            return
+
+        if self.memory.cut(length):
+            self.left_over = None
+            return
+
+        # Back to the last state that is not after `length`; the tokens since then are left over.
+        for number in reversed(range(len(self._passes))):
+            memory, passage = self._passes[number]
+            if memory.length <= length:
+                self.memory = memory
+                rest = passage.first(length - memory.length)
+                self.left_over = rest if length > memory.length else None
+                return
+        raise ValueError(
+            f"the cache cannot be cropped to {length} tokens: states of Canon, recurrences and "
+            "full windows cannot be cut. Before a pass that may be undone, call "
+            "activate_past_recording()"
+        )
+
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Replace row i by row indices[i]."""
+        """Replace row i by row indices[i]; earlier passes can't be undone any more."""
         self.memory.select_rows(indices)
-        self.rows = len(indices)
+        self.num_rows = len(indices)
+        if self.left_over is not None:
+            self.left_over = self.left_over.rows(indices)
+        self._passes.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.batch_select_indices(torch.arange(self.rows).repeat_interleave(repeats))
-
-    def crop(self, *args: object, **kwargs: object) -> None:
-        raise NotImplementedError("the cache can't be cropped: use greedy, sampling or beam search")
-
-    def activate_past_recording(self) -> None:
-        self.crop()
+        self.batch_select_indices(torch.arange(self.num_rows).repeat_interleave(repeats))
 
     def update(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("only the model itself updates this cache")
 
 
-class _Namespace(nn.Module):
-    """Holds modules under their names; its forward never runs."""
+# -- the modules of model/ under other names -------------------------------------------------------
 
 
-READ = ("self_attn.o_norm", "mlp.gate")
-"""Modules of a layer that the block reads the weight of, without calling them."""
+_Places = dict[str, tuple[nn.Module | None, str]]
+"""By our name, the module in which something is registered (None: the same one), and its name."""
 
 
-class LlamaCanonDecoderLayer(GradientCheckpointingLayer):
-    """A registered wrapper of a block, so that hooks and sharding see its calls."""
+class Renamed(nn.Module):
+    """A module of model/ whose children are registered under the names of LlamaCanon.
 
-    block: TransformerBlock
+    The names that its forward reads lead to what is registered now.
+    """
 
-    def __init__(self, block: TransformerBlock, args: ModelArgs) -> None:
-        super().__init__()
-        object.__setattr__(self, "block", block)  # unregistered: its modules have other names here
-        self.self_attn = _Namespace()
-        self.mlp = _Namespace()
-        names = LLAMA_NAMING.block
-        bare_names = LLAMA_NAMING.bare
-        if keeps_names(args):
-            setattr(self, OWN_MIXER, block.attention)
-            names = _outside_mixer(names)
-            bare_names = _outside_mixer(bare_names)
-        modules = _register(block, self, names.items())
-        bare_tensors = _register(block, self, bare_names.items())
-        self._registrations = modules + bare_tensors
+    _kind: type[nn.Module]
+    """The class of model/."""
+    _places: _Places
 
-        # hooks of modules do not run for these, because the block does not call them
-        namespaces = dict.fromkeys(registration.hf_owner for registration in bare_tensors)
-        read_modules = [module for name, module in self.named_modules() if name in READ]
-        self._uncalled = [*namespaces, *read_modules]
+    def __getattr__(self, name: str) -> Any:
+        place = self.__dict__.get("_places", {}).get(name)
+        if place is None:
+            return super().__getattr__(name)
+        owner, hf_name = place
+        return getattr(self if owner is None else owner, hf_name)
 
-    def train(self, mode: bool = True) -> "LlamaCanonDecoderLayer":
-        """Set the mode of the block too: its experts drop tokens in training."""
-        super().train(mode)
-        self.block.train(mode)
+    def __reduce__(self) -> Any:
+        # a class that is made at run time is pickled by the class of model/
+        return _without_values, (self._kind,), self.__dict__
+
+
+class LlamaCanonDecoderLayer(GradientCheckpointingLayer, Renamed, TransformerBlock):
+    """A block, also with gradient checkpointing as in transformers."""
+
+    _kind = TransformerBlock
+
+
+@functools.cache
+def _renamed_class(kind: Any) -> Any:
+    """Return the class of modules of `kind` whose children have other names."""
+    if kind is TransformerBlock:
+        return LlamaCanonDecoderLayer
+    fields = {"__module__": __name__, "_kind": kind}
+    return type(f"LlamaCanon{kind.__name__}", (Renamed, kind), fields)
+
+
+def _without_values(kind: Any) -> Any:
+    renamed_kind = _renamed_class(kind)
+    return renamed_kind.__new__(renamed_kind)
+
+
+def rename(module: nn.Module, names: Names) -> None:
+    """Register the descendants of `module` that are in `names` under their names there.
+
+    Names are paths of equal length, "relative.wr" in our module: or one part is missing, as in
+    "r_proj". Then a child of a child is registered in `module` itself.
+    """
+    own_names: Names = {}
+    names_of_child: dict[str, Names] = {}
+    names_of_grandchildren: dict[str, Names] = {}
+    for our_name, hf_name in names.items():
+        ours = our_name.split(".")
+        theirs = hf_name.split(".")
+        if getattr(module, ours[0], None) is None:  # `module` has only those of its variant
+            continue
+        if len(theirs) < len(ours) == 2:
+            names_of_grandchildren.setdefault(ours[0], {})[ours[1]] = hf_name
+            continue
+        own_names[ours[0]] = theirs[0]
+        if len(ours) > 1:
+            child_names = names_of_child.setdefault(ours[0], {})
+            child_names[".".join(ours[1:])] = ".".join(theirs[1:])
+
+    for child_name, child_names in names_of_child.items():
+        child = getattr(module, child_name)
+        if isinstance(child, nn.Module):
+            rename(child, child_names)
+    for child_name, child_names in names_of_grandchildren.items():
+        _move_children(getattr(module, child_name), module, child_names)
+    _rename_children(module, own_names)
+
+
+def _rename_children(module: nn.Module, names: Names) -> None:
+    """Register the children and tensors of `module` under `names`, in their order."""
+    places: _Places = {}
+    for table in (module._modules, module._parameters, module._buffers):
+        children: Any = {}
+        for name, value in table.items():
+            new_name = names.get(name, name)
+            children[new_name] = value
+            if new_name != name:
+                places[name] = (None, new_name)
+        table.clear()
+        table.update(children)
+    _lead(module, places)
+
+
+def _move_children(module: nn.Module, parent: nn.Module, names: Names) -> None:
+    """Register the children and tensors of `module` in its `parent`, under `names`."""
+    places: _Places = {}
+    for table_name in ("_modules", "_parameters", "_buffers"):
+        table = getattr(module, table_name)
+        for name, new_name in names.items():
+            if table.get(name) is not None:
+                getattr(parent, table_name)[new_name] = table.pop(name)
+                places[name] = (parent, new_name)
+    _lead(module, places)
+
+
+def _lead(module: nn.Module, places: _Places) -> None:
+    """Let our names in `module` lead to `places`."""
+    if places:
+        kind: Any = type(module)
+        module.__class__ = _renamed_class(kind)
+        module.__dict__["_places"] = places
+
+
+def _names_of_block(layer: ModelArgs) -> Names:
+    """Return the names of a layer's modules and tensors, by our names."""
+    names = {**LLAMA_NAMING.block, **LLAMA_NAMING.bare}
+    if not keeps_names(layer):
+        return names
+    others = {ours: hf for ours, hf in names.items() if not ours.startswith("attention.")}
+    return {**others, "attention": OWN_MIXER}
+
+
+class LlamaCanonRotaryEmbedding(Rope):
+    """The rotation of all layers that have it; a layer on another device uses a copy there."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        is_new = self.cos_TR.is_meta
+        super()._apply(fn, recurse)
+        if is_new and not self.cos_TR.is_meta:  # by `to_empty`
+            self.reset(self.cos_TR.device)
         return self
 
-    def forward(self, *args: Any) -> Any:
-        """Return what the block returns; see `TransformerBlock`."""
-        # accelerate loads the offloaded weights of a module when it is called
-        hooked: list[Any] = [module for module in self._uncalled if hasattr(module, "_hf_hook")]
-        for module in hooked:
-            module._hf_hook.pre_forward(module)
-        _update(self._registrations)
-        try:
-            return self.block(*args)
-        finally:
-            for module in hooked:
-                module._hf_hook.post_forward(module, None)
-            if hooked:
-                _update(self._registrations)  # frees the loaded weights
+    def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return cos_TR and sin_TR on `device`."""
+        if self.cos_TR.device == device:
+            return self.cos_TR, self.sin_TR
+        copies: dict[torch.device, Rope] = self.__dict__.setdefault("_copies", {})
+        if device not in copies:
+            copies[device] = Rope(self.args)
+            copies[device].reset(device)
+        return copies[device].tables(device)
 
 
-def _outside_mixer(names: Names) -> Names:
-    """Return the names of a layer's modules that are not of its mixer."""
-    return {ours: hf for ours, hf in names.items() if not ours.startswith("attention.")}
+# -- the models ----------------------------------------------------------------------------------
 
 
-class _Registration(NamedTuple):
-    """A module or tensor that is `owner.name` in `Transformer`, and `hf_owner.hf_name` here."""
+class LlamaCanonPreTrainedModel(PreTrainedModel):
+    """What the model and its heads share."""
 
-    owner: Any
-    name: str
-    hf_owner: Any
-    hf_name: str
-
-
-def _register(
-    core: nn.Module, root: nn.Module, names: Iterable[tuple[str, str]]
-) -> list[_Registration]:
-    """Register under `root`, by their names here, the modules and tensors that `core` has.
-
-    `names` are pairs of a name in `core` and one under `root`.
-    """
-    registrations: list[_Registration] = []
-    for our_name, hf_name in names:
-        # Find it in `core`, which has only the modules of its variant.
-        *path, name = our_name.split(".")
-        owner: Any = core
-        for attribute in path:
-            owner = getattr(owner, attribute, None)
-        value = getattr(owner, name, None)
-        if not isinstance(value, nn.Module | Tensor):
-            continue
-        # a group, such as a projection of two layers, is registered by its children's names
-        if isinstance(value, nn.Module) and any(True for _ in value.children()):
-            continue
-
-        # Put it under `root`, in namespaces that are created when they are first needed.
-        *hf_path, hf_leaf = hf_name.split(".")
-        hf_owner: Any = root
-        for attribute in hf_path:
-            if not hasattr(hf_owner, attribute):
-                setattr(hf_owner, attribute, _Namespace())
-            hf_owner = getattr(hf_owner, attribute)
-        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-            hf_owner.register_buffer(hf_leaf, value)
-        else:
-            setattr(hf_owner, hf_leaf, value)
-        registrations.append(_Registration(owner, name, hf_owner, hf_leaf))
-    return registrations
-
-
-def _update(registrations: Iterable[_Registration]) -> None:
-    """Set in `Transformer` what is registered now: modules and weights may have been replaced."""
-    for owner, name, hf_owner, hf_name in registrations:
-        value = getattr(hf_owner, hf_name)
-        if getattr(owner, name) is not value:
-            setattr(owner, name, value)
-
-
-class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
-    """`Transformer` for transformers. Raises ValueError for unsupported options.
-
-    Positions count from the first column, including padding; only differences matter.
-    """
-
-    core: Transformer
-    model: Any
-    lm_head: Any
     config_class = LlamaCanonConfig
+    base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["LlamaCanonDecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True
     _supports_flex_attn = True
-    _is_stateful = True  # no standard cache, no assisted generation
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _is_stateful = False  # a DecodingCache can be cropped
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """Load as transformers does; weights frozen in training (cst-Canon) stay frozen."""
+        loaded = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        base: Any = model.base_model
+        for layer, layer_args in zip(base.layers, base.args.layer_args, strict=True):
+            for module in layer.modules():
+                if isinstance(module, Canon):
+                    module.weight.requires_grad_(layer_args.canon_trainable)
+        return loaded
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Write the weights that training starts from; see model/init.py."""
+        base: Any = self.base_model
+        names = {registered: name for name, registered in base.named_modules()}
+        if module is not getattr(self, "lm_head", None) and module not in names:
+            # such as a head for classes, or an enlarged embedding before it replaces the old one
+            super()._init_weights(module)
+            return
+
+        place = f"model.{names[module]}" if module in names else "lm_head"
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_meta or getattr(parameter, "_is_hf_initialized", False):
+                continue
+            our_name = name_to_ours(f"{place}.{name}")
+            value = initial_value(base.args, our_name, parameter.shape)
+            parameter.copy_(value.rows(0, len(parameter)))
+
+        # Buffers: the rotary tables, and the experts' biases.
+        if isinstance(module, Rope):
+            if not module.cos_TR.is_meta:
+                module.reset(module.cos_TR.device)
+            return
+        for buffer in module.buffers(recurse=False):
+            if not buffer.is_meta and not getattr(buffer, "_is_hf_initialized", False):
+                buffer.zero_()
+
+
+class LlamaCanonModel(LlamaCanonPreTrainedModel):
+    """The blocks of `Transformer`, from ids or embeddings to hidden states.
+
+    Raises ValueError for unsupported options. Positions count from the first column, including
+    padding; only differences matter.
+    """
 
     def __init__(self, config: LlamaCanonConfig) -> None:
         super().__init__(config)
@@ -258,70 +477,173 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
                 'rope_version = "huggingface" is unsupported here: '
                 "import these weights with `canon hf import`"
             )
-        backend = "flex" if config._attn_implementation == "flex_attention" else "sdpa"
         # the files of own mixers are next to this one
-        args = with_mixers_in(to_args(fields), str(Path(__file__).parent))
-        core = Transformer(args, attention_backend=backend)
-        object.__setattr__(self, "core", core)  # unregistered: its modules have other names here
+        self.args = with_mixers_in(to_args(fields), str(Path(__file__).parent))
+        # an output layer is that of LlamaCanonForCausalLM
+        core = Transformer(
+            replace(self.args, tie_embeddings=True), attention_backend=self._attention_backend
+        )
 
-        # Register the modules in the order of the released class: embedding, layers, output.
-        self.model = _Namespace()
-        embedding, *norm_and_output = LLAMA_NAMING.ends.items()
-        self._registrations = _register(core, self, [embedding])
-        blocks: Any = core.layers.values()
-        self.model.layers = nn.ModuleList(map(LlamaCanonDecoderLayer, blocks, args.layer_args))
-        for number, layer in enumerate(self.model.layers):
-            core.layers[str(number)] = layer
-        self._registrations += _register(core, self, norm_and_output)
-        self._registrations += _register(core, self, LLAMA_NAMING.bare.items())  # of smear
-        if config.tie_word_embeddings:  # `Transformer` then has no output layer
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-            self._registrations.append(_Registration(core, "output", self, "lm_head"))
+        # All modules of `core`, in the order of the released class: embedding, layers, norm.
+        self.embed_tokens = core.tok_embeddings
+        self.layers = nn.ModuleList(core.layers.values())
+        for layer, layer_args in zip(self.layers, self.args.layer_args, strict=True):
+            rename(layer, _names_of_block(layer_args))
+        self.embed_norm = core.embed_norm
+        self.smear = core.smear
+        self.norm = core.norm
+        self.attends = core.attends
+        self.rotary_emb = nn.ModuleList(self._take_ropes())
         self.post_init()
 
-    @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Load as transformers does; weights frozen in training (cst-Canon) stay frozen."""
-        loaded = super().from_pretrained(*args, **kwargs)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
-        for layer, layer_args in zip(model.model.layers, model.core.args.layer_args, strict=True):
-            for module in layer.modules():
-                if isinstance(module, Canon):
-                    module.weight.requires_grad_(layer_args.canon_trainable)
-        return loaded
+    def _take_ropes(self) -> list[Rope]:
+        """Return the rotations, of which the layers then are users, not owners."""
+        ropes: dict[Rope, None] = {}
+        for layer in self.layers:
+            attention: Any = layer.attention
+            rope = attention._modules.pop("rope", None)
+            if isinstance(rope, Rope):
+                attention.__dict__["rope"] = rope
+                ropes[rope] = None
+        for rope in ropes:
+            rope.__class__ = LlamaCanonRotaryEmbedding
+        return list(ropes)
 
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        """Write the weights that training starts from; see model/init.py."""
-        names = {registered: name for name, registered in self.named_modules()}
-        if module not in names:  # such as an enlarged embedding, before it replaces the old one
-            super()._init_weights(module)
-            return
+    @property
+    def _attention_backend(self) -> str:
+        is_flex = self.config._attn_implementation == "flex_attention"
+        return "flex" if is_flex else "sdpa"
 
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.is_meta or getattr(parameter, "_is_hf_initialized", False):
-                continue
-            our_name = name_to_ours(f"{names[module]}.{name}")
-            value = initial_value(self.core.args, our_name, parameter.shape)
-            parameter.copy_(value.rows(0, len(parameter)))
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: DecodingCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Return the normalized hidden states [B, T, D], and those before each layer if asked for.
 
-    def _prepare_cache_for_generation(  # type: ignore[override]
-        self, generation_config: Any, model_kwargs: dict[str, Any], *others: Any
-    ) -> None:
-        """Let `generate` use a DecodingCache, unless the caller passes one or wants none."""
-        max_cache_length = others[-1]  # after the generation mode and the number of rows
-        self._check_length(max_cache_length)
-
-        implementation = generation_config.cache_implementation
-        if implementation not in (None, "dynamic"):
+        `attention_mask`: 1 for tokens, 0 for padding on either side, [B, S] or [B, T].
+        `position_ids` must be consecutive. `output_attentions`: also return the weights of each
+        layer of attention, [B, H, T, S].
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("expected either input_ids or inputs_embeds")
+        if getattr(self, "_is_replica", False):
+            raise ValueError("nn.DataParallel can't copy this model; use one process per GPU")
+        if output_attentions is None:
+            output_attentions = self.config.output_attentions
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        if output_attentions and self._attention_backend == "flex":
             raise ValueError(
-                f'cache_implementation = "{implementation}" is unsupported: leave it out'
+                "output_attentions is unsupported by flex_attention: "
+                'use attn_implementation = "eager" or "sdpa"'
             )
 
-        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = DecodingCache(self.core.args)
+        # The tokens, and the cache of those before them: by default none in training.
+        passage = self._passage(input_ids, inputs_embeds, attention_mask, past_key_values)
+        _check_positions(position_ids, passage.is_real_BT)
+        cache = self._cache(past_key_values, use_cache, passage.tokens_BT)
+        num_tokens = passage.tokens_BT.shape[1]
+        if cache is not None:
+            passage = cache.begin(passage, self.embed_tokens)
 
-    def _check_length(self, num_tokens: int) -> None:
+        for attend in self.attends.values():
+            attend.backend = self._attention_backend  # `set_attn_implementation` may change it
+        contexts = layer_contexts(
+            self.args,
+            self.attends,
+            passage.tokens_BT,
+            passage.is_real_BT,
+            None if cache is None else cache.memory,
+        )
+        h_BTD = passage.embeddings(self.embed_tokens)
+        h_BTD = input_of_blocks(h_BTD, self.embed_norm, self.smear, contexts[0])
+
+        hidden_states: list[Tensor] = []
+        attentions: list[Tensor] = []
+        with _recorded(self.attends, attentions) if output_attentions else nullcontext():
+            for layer, context in zip(self.layers, contexts, strict=True):
+                if output_hidden_states:
+                    hidden_states.append(h_BTD)
+                h_BTD = layer(h_BTD, context)
+                if isinstance(h_BTD, tuple):  # with experts in training, also their load
+                    h_BTD = h_BTD[0]
+        if cache is not None:
+            cache.memory.end(passage.tokens_BT.shape[1])
+        h_BTD = self.norm(h_BTD)
+        hidden_states.append(h_BTD)
+
+        # without the tokens that a crop of the cache had left over
+        if passage.tokens_BT.shape[1] > num_tokens:
+            h_BTD = h_BTD[:, -num_tokens:]
+            hidden_states = [state_BTD[:, -num_tokens:] for state_BTD in hidden_states]
+            attentions = [weights[:, :, -num_tokens:] for weights in attentions]
+        return BaseModelOutputWithPast(
+            last_hidden_state=h_BTD,
+            past_key_values=cache,
+            hidden_states=tuple(hidden_states) if output_hidden_states else None,
+            attentions=tuple(attentions) if output_attentions else None,
+        )
+
+    def _passage(
+        self,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        attention_mask: Tensor | None,
+        cache: DecodingCache | None,
+    ) -> Passage:
+        """Return the tokens of a call."""
+        tokens_BT = input_ids
+        if tokens_BT is None:
+            # Ids are read for EOS only, which ends a document: known by its embedding.
+            assert inputs_embeds is not None
+            eos_id = self.args.eos_id
+            other_id = 1 if eos_id == 0 else 0
+            shape = inputs_embeds.shape[:2]
+            tokens_BT = inputs_embeds.new_full(shape, other_id, dtype=torch.long)
+            if self.args.document_mask:
+                ids = torch.full((1,), eos_id, device=inputs_embeds.device)
+                is_eos_BT = (inputs_embeds == self.embed_tokens(ids)).all(dim=-1)
+                tokens_BT = tokens_BT.masked_fill(is_eos_BT, eos_id)
+        return Passage(tokens_BT, inputs_embeds, _real_tokens(attention_mask, tokens_BT, cache))
+
+    def _cache(
+        self, past_key_values: Any, use_cache: bool | None, tokens_BT: Tensor
+    ) -> DecodingCache | None:
+        """Return the checked cache of the call, a new one if needed, or None without."""
+        rows, num_tokens = tokens_BT.shape
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        if use_cache and self.training and self.is_gradient_checkpointing:
+            logger.warning_once("use_cache is off, which gradient checkpointing needs")
+            use_cache = False
+            past_key_values = None
+        if past_key_values is None and not use_cache:
+            self.check_length(num_tokens)
+            return None
+
+        cache = past_key_values
+        if cache is None:
+            cache = DecodingCache(self.args)
+        if not isinstance(cache, DecodingCache):
+            raise ValueError(f"past_key_values is a {type(cache).__name__}, expected DecodingCache")
+
+        # An empty cache takes any number of rows.
+        self.check_length(num_tokens + cache.get_seq_length())
+        if cache.num_rows not in (0, rows):
+            raise ValueError(f"past_key_values has {cache.num_rows} rows, input_ids {rows}")
+        return cache
+
+    def check_length(self, num_tokens: int) -> None:
+        """Raise ValueError for more tokens than the model has positions."""
         limit = self.config.max_position_embeddings
         if num_tokens > limit:
             raise ValueError(
@@ -329,59 +651,76 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
                 "for more use from_pretrained(..., max_position_embeddings=N)"
             )
 
+
+class LlamaCanonForCausalLM(LlamaCanonPreTrainedModel, GenerationMixin):
+    """`Transformer`: the model with its output layer."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: LlamaCanonConfig) -> None:
+        super().__init__(config)
+        self.model = LlamaCanonModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def _prepare_cache_for_generation(  # type: ignore[override]
+        self, generation_config: Any, model_kwargs: dict[str, Any], *others: Any
+    ) -> None:
+        """Let `generate` use a DecodingCache, unless the caller passes one or wants none."""
+        generation_mode, _, max_cache_length = others  # and the number of rows
+        self.model.check_length(max_cache_length)
+
+        implementation = generation_config.cache_implementation
+        if implementation not in (None, "dynamic"):
+            raise ValueError(
+                f'cache_implementation = "{implementation}" is unsupported: leave it out'
+            )
+
+        cache = model_kwargs.get("past_key_values")
+        if cache is None and generation_config.use_cache is not False:
+            cache = model_kwargs["past_key_values"] = DecodingCache(self.model.args)
+        # what is generated by guesses may be undone
+        is_assistant = getattr(generation_config, "is_assistant", False)
+        is_assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
+        if isinstance(cache, DecodingCache) and (is_assistant or is_assisted):
+            cache.activate_past_recording()
+
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: DecodingCache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+    ) -> CausalLMOutputWithPast:
         """Return logits [B, T, V], or those of the last `logits_to_keep` tokens.
 
-        `attention_mask`: 1 for tokens, 0 for padding on either side, [B, S] or [B, T]. `labels`
-        [B, T]: the input ids, -100 for positions without loss; the loss is that of the next token.
-        `position_ids` must be consecutive. A tensor `logits_to_keep` holds positions.
+        The other arguments are those of LlamaCanonModel. `labels` [B, T]: the input ids, -100 for
+        positions without loss; the loss is that of the next token. A tensor `logits_to_keep` holds
+        positions.
         """
-        # Refuse what the model cannot compute.
-        if input_ids is None or inputs_embeds is not None:
-            raise ValueError("expected input_ids; inputs_embeds is unsupported")
-        if output_attentions or output_hidden_states:
-            raise ValueError("output_attentions and output_hidden_states are unsupported")
-
-        # Which tokens are real, and the cache of those before them: by default none in training.
-        tokens_BT = input_ids
-        is_real_BT = _real_tokens(attention_mask, tokens_BT, past_key_values)
-        _check_positions(kwargs.get("position_ids"), is_real_BT)
-        if use_cache is None:
-            use_cache = self.config.use_cache and not self.training and labels is None
-        cache = self._cache(past_key_values, bool(use_cache), tokens_BT)
-        if getattr(self, "_is_replica", False):
-            raise ValueError("nn.DataParallel can't copy this model; use one process per GPU")
-
-        # Let `core` compute with what is registered now, on the device of the tokens.
-        _update(self._registrations)
-        for layer in self.model.layers:
-            rope = getattr(layer.block.attention, "rope", None)
-            if isinstance(rope, Rope) and rope.cos_TR.device != tokens_BT.device:
-                rope.reset(tokens_BT.device)  # transformers builds models on the meta device
-
-        # `core` computes all logits (0) if their positions are in a tensor.
-        is_count = isinstance(logits_to_keep, int)
-        logits_BTV = self.core(
-            tokens_BT,
-            is_real_BT=is_real_BT,
-            cache=None if cache is None else cache.memory,
-            logits_to_keep=logits_to_keep if is_count else 0,
+        if use_cache is None and labels is not None:
+            use_cache = False
+        outputs = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
         )
-        if not is_count:
-            logits_BTV = logits_BTV[:, logits_to_keep]
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits_BTV = self.lm_head(outputs.last_hidden_state[:, kept])
 
         # transformers' loss shifts the labels by one.
         loss = None
@@ -389,33 +728,56 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
             loss = self.loss_function(
                 logits=logits_BTV, labels=labels, vocab_size=self.config.vocab_size, **kwargs
             )
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits_BTV,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
 
-        output = CausalLMOutputWithPast(loss, logits_BTV, past_key_values=cache)
-        if return_dict is None:
-            return_dict = self.config.return_dict
-        return output if return_dict else output.to_tuple()
 
-    def _cache(
-        self, past_key_values: Any, use_cache: bool, tokens_BT: Tensor
-    ) -> DecodingCache | None:
-        """Return the checked cache of the call, a new one if needed, or None without."""
-        rows, num_tokens = tokens_BT.shape
-        if past_key_values is None and not use_cache:
-            self._check_length(num_tokens)
-            return None
+class LlamaCanonForSequenceClassification(
+    GenericForSequenceClassification, LlamaCanonPreTrainedModel
+):
+    """The model with a score per class, of the last token that is no padding."""
 
-        cache = past_key_values
-        if cache is None:
-            cache = DecodingCache(self.core.args)
-        if not isinstance(cache, DecodingCache):
-            raise ValueError(f"past_key_values is a {type(cache).__name__}, expected DecodingCache")
+    def __init__(self, config: LlamaCanonConfig) -> None:
+        LlamaCanonPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = LlamaCanonModel(config)
+        self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
+        self.post_init()
 
-        # An empty cache takes any number of rows.
-        self._check_length(num_tokens + cache.memory.length)
-        if cache.rows not in (0, rows):
-            raise ValueError(f"past_key_values has {cache.rows} rows, input_ids {rows}")
-        cache.rows = rows
-        return cache
+
+class LlamaCanonForTokenClassification(GenericForTokenClassification, LlamaCanonPreTrainedModel):
+    """The model with a score per class, of each token."""
+
+    def __init__(self, config: LlamaCanonConfig) -> None:
+        LlamaCanonPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = LlamaCanonModel(config)
+        self.dropout = nn.Dropout(getattr(config, "classifier_dropout", None) or 0.0)
+        self.score = nn.Linear(config.hidden_size, self.num_labels)
+        self.post_init()
+
+
+@contextmanager
+def _recorded(attends: Mapping[str, Attend], attentions: list[Tensor]) -> Iterator[None]:
+    """Add the attention weights of each layer to `attentions`; outputs are computed from them."""
+
+    def record(attend: Attend, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        q_BTHK, k_BSGK, v_BSGK, *others = inputs
+        weights_BHTS = attend.weights(q_BTHK, k_BSGK, *others)
+        attentions.append(weights_BHTS)
+        return attend.weighted(weights_BHTS, v_BSGK)
+
+    handles = [attend.register_forward_hook(record) for attend in attends.values()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _real_tokens(

@@ -148,6 +148,13 @@ class CanonMemory:
         joined._step = None
         return joined
 
+    def snapshot(self) -> "CanonMemory":
+        """Return a copy that later tokens do not change."""
+        copied = copy.copy(self)
+        copied._sums_PB1C = self._sums_PB1C.clone()
+        copied._step = None
+        return copied
+
     def _read_one_by_one(self, x_BTC: Tensor, segments_BN: Tensor | None) -> Tensor:
         outputs = []
         for i, x_B1C in enumerate(x_BTC.split(1, dim=1)):
@@ -296,6 +303,13 @@ class DynamicMemory:
         joined.windows = [torch.cat(windows) for windows in by_part]
         joined._flat_weights = memories[0]._flat_weights
         return joined
+
+    def snapshot(self) -> "DynamicMemory":
+        """Return a copy that later tokens do not change."""
+        copied = DynamicMemory()
+        copied.windows = list(self.windows)  # later tokens replace the tensors
+        copied._flat_weights = self._flat_weights
+        return copied
 
 
 def _taps_of_heads(x_BKC: Tensor, z_B1R: Tensor, flat_weight: Tensor, num_heads: int) -> Tensor:

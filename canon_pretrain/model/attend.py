@@ -271,6 +271,41 @@ class Attend(nn.Module):
             mask = _biases_of_scores(biases_BTHE, mask)
         return self._sdpa(q_BHTK, k_BGSK, v_BGSK, mask).transpose(1, 2)
 
+    def weights(
+        self, q_BTHK: Tensor, k_BSGK: Tensor, mask: Mask, biases_BTHE: Tensor | None = None
+    ) -> Tensor:
+        """Return what `forward` weighs the values with, [B, H, T, S], for a mask of SDPA."""
+        assert not isinstance(mask, BlockMask)
+        dtype = torch.promote_types(q_BTHK.dtype, torch.float32)
+        num_queries = q_BTHK.shape[1]
+        num_keys = k_BSGK.shape[1]
+        q_BHTK = q_BTHK.transpose(1, 2).to(dtype)
+        k_BHSK = self._of_all_heads(k_BSGK).to(dtype)
+        score_BHTS = q_BHTK @ k_BHSK.mT * q_BTHK.shape[3] ** -0.5
+
+        if biases_BTHE is not None:
+            assert mask is not None  # distances
+            mask = _biases_of_scores(biases_BTHE, mask)
+        elif self.args.position == "alibi":
+            mask = self._mask_with_alibi(mask, num_queries, num_keys, q_BTHK.device, dtype)
+        if mask is None and num_queries > 1:
+            ones_TS = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_BTHK.device)
+            mask = ones_TS.tril()
+        if mask is not None and mask.dtype == torch.bool:
+            score_BHTS = score_BHTS.masked_fill(~mask, -torch.inf)
+        elif mask is not None:
+            score_BHTS = score_BHTS + mask
+        return score_BHTS.softmax(dim=-1).to(q_BTHK.dtype)
+
+    def weighted(self, weights_BHTS: Tensor, v_BSGK: Tensor) -> Tensor:
+        """Return the output of each head, [B, T, H, K], for the weights of `weights`."""
+        return (weights_BHTS @ self._of_all_heads(v_BSGK)).transpose(1, 2)
+
+    def _of_all_heads(self, x_BSGK: Tensor) -> Tensor:
+        """Return keys or values once per query head, [B, H, S, K]."""
+        repeats = self.args.num_heads // x_BSGK.shape[2]
+        return x_BSGK.transpose(1, 2).repeat_interleave(repeats, dim=1)
+
     def _sdpa(self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Any) -> Tensor:
         """Return the output of each head, [B, H, T, K]; `mask` is bool, a bias, or None."""
         dtype = q_BHTK.dtype
@@ -282,15 +317,7 @@ class Attend(nn.Module):
             q_BHTK = q_BHTK.to(score_dtype)
             k_BGSK = k_BGSK.to(score_dtype)
             v_BGSK = v_BGSK.to(score_dtype)
-
-            # the mask of a step already is a bias
-            if mask is None or mask.dtype == torch.bool:
-                keys_S = torch.arange(num_keys, device=q_BHTK.device)
-                # the queries are the last of the keys' tokens
-                distance_TS = keys_S[num_keys - num_queries :, None] - keys_S
-                is_visible = distance_TS >= 0 if mask is None else mask
-                mask = self._alibi_bias(distance_TS, is_visible, score_dtype)
-            mask = mask.to(score_dtype)
+            mask = self._mask_with_alibi(mask, num_queries, num_keys, q_BHTK.device, score_dtype)
 
         # in the order of preference; on a CPU there is no choice
         kernels: AbstractContextManager[None] = nullcontext()
@@ -306,6 +333,23 @@ class Attend(nn.Module):
                 enable_gqa=self.args.kv_heads != self.args.num_heads,
             )
         return y_BHTK.to(dtype)
+
+    def _mask_with_alibi(
+        self,
+        mask: Any,
+        num_queries: int,
+        num_keys: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Return ALiBi's bias with what `mask` hides; the mask of a step already is one."""
+        if mask is None or mask.dtype == torch.bool:
+            keys_S = torch.arange(num_keys, device=device)
+            # the queries are the last of the keys' tokens
+            distance_TS = keys_S[num_keys - num_queries :, None] - keys_S
+            is_visible = distance_TS >= 0 if mask is None else mask
+            mask = self._alibi_bias(distance_TS, is_visible, dtype)
+        return mask.to(dtype)
 
     def _alibi_bias(
         self, distance: Tensor, is_visible: Tensor, dtype: torch.dtype = torch.float32

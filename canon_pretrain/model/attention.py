@@ -23,7 +23,14 @@ from canon_pretrain.kernels.backends import triton_kernels
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Attend
 from canon_pretrain.model.cache import NO_CONTEXT, Context
-from canon_pretrain.model.canon import Canon, Stream, canon_or_same, make_canon, per_reader
+from canon_pretrain.model.canon import (
+    Canon,
+    Stream,
+    canon_or_same,
+    is_loaded,
+    make_canon,
+    per_reader,
+)
 
 
 def rope_tables(num_tokens: int, rope_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -96,6 +103,10 @@ class Rope(nn.Module):
             self.reset(self.cos_TR.device)
         return self
 
+    def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return cos_TR and sin_TR, which are on the device of the tokens."""
+        return self.cos_TR, self.sin_TR
+
     def forward(self, x_BTHK: Tensor, start: int | Tensor = 0) -> Tensor:
         """Return q or k rotated to the positions start, start + 1, ..
 
@@ -107,7 +118,8 @@ class Rope(nn.Module):
             rows = start
         else:
             rows = slice(start, start + x_BTHK.shape[1])
-        return apply_rope(x_BTHK, self.cos_TR[rows], self.sin_TR[rows], rope_heads)
+        cos_TR, sin_TR = self.tables(x_BTHK.device)
+        return apply_rope(x_BTHK, cos_TR[rows], sin_TR[rows], rope_heads)
 
 
 def num_readers(args: ModelArgs) -> int:
@@ -243,7 +255,7 @@ class Attention(nn.Module):
         if context.cache is not None or not isinstance(self.canon_b, Canon):
             return None
         kernels = triton_kernels(self.canon_b.backend, q)
-        if kernels is None:
+        if kernels is None or not all(map(is_loaded, (self.canon_b, self.q_norm, self.k_norm))):
             return None
 
         # without a norm or a rotation, the kernels leave it out
@@ -252,8 +264,9 @@ class Attention(nn.Module):
             options |= {"q_gain": self.q_norm.weight, "k_gain": self.k_norm.weight}
         if self.rope is not None:
             options["rope_share"] = self.rope.args.rope_share
-            options["cos_TR"] = self.rope.cos_TR[: q.shape[1]]
-            options["sin_TR"] = self.rope.sin_TR[: q.shape[1]]
+            cos_TR, sin_TR = self.rope.tables(q.device)
+            options["cos_TR"] = cos_TR[: q.shape[1]]
+            options["sin_TR"] = sin_TR[: q.shape[1]]
         return kernels.canon_qkv_triton(
             q,
             k,

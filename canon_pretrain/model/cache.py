@@ -244,6 +244,23 @@ class LayerCache:
             if not self._window:
                 buffer[:, :, self.start :] = 0
 
+    @property
+    def holds_tokens_only(self) -> bool:
+        """Whether all that is held is of single tokens, so that the last ones can be removed."""
+        is_full = self._window and self.start > self._window
+        return not (self.canon or self.states or is_full)
+
+    def snapshot(self) -> "LayerCache":
+        """Return a copy that later tokens of this cache do not change."""
+        other = copy.copy(self)
+        # slots of tokens are written once, except those of a ring
+        other._buffers = dict(self._buffers)
+        if self._window:
+            other._buffers = {name: ring.clone() for name, ring in self._buffers.items()}
+        other.states = {name: state.clone() for name, state in self.states.items()}
+        other.canon = {site: memory.snapshot() for site, memory in self.canon.items()}
+        return other
+
     def select_rows(self, rows_N: Tensor) -> None:
         """Keep these rows, in this order; repeats are allowed."""
         self._buffers = {name: buffer[rows_N] for name, buffer in self._buffers.items()}
@@ -415,6 +432,40 @@ class Cache:
         other.layers = [copy.copy(layer) for layer in self.layers]
         other.select_rows(rows_N)
         return other
+
+    def snapshot(self) -> "Cache":
+        """Return the cache as it is now: a copy that later tokens do not change."""
+        other = copy.copy(self)
+        other._steps = []
+        other.layers = [layer.snapshot() for layer in self.layers]
+        return other
+
+    def cut(self, length: int) -> bool:
+        """Remove the tokens after the first `length`; return whether that is possible.
+
+        Only keys and values of tokens can be removed, no states.
+        """
+        for layer in self.layers:
+            layer.start = self.length
+        if not all(layer.holds_tokens_only for layer in self.layers):
+            return False
+
+        if self._segments is not None:
+            if self.next_document is not None:
+                self.next_document = self._document_at(length)
+            self._segments = self._segments[:, :length]
+            self._had_segments = True
+        self.length = length
+        return True
+
+    def _document_at(self, position: int) -> Tensor:
+        """Return the document of each row's token at `position`, of those read, int32 [B]."""
+        assert self._segments is not None and self.next_document is not None
+        document_B = self._segments[:, position]
+        # Padding has no number. Behind a row it changes nothing; before it there is no document.
+        num_before = (self._segments[:, :position] != PADDING).sum(dim=1)
+        padding_B = torch.where(num_before > 0, self.next_document, 0)
+        return torch.where(document_B == PADDING, padding_B, document_B)
 
     def select_rows(self, rows_N: Tensor) -> None:
         """Keep these rows (int64), in this order; for beam search and finished rows."""

@@ -342,7 +342,8 @@ def add_norm_canon(
     """
     # One kernel. In an export, an adapter (PEFT) may wrap `canon`: then its forward must run.
     if isinstance(canon, Canon) and isinstance(norm, nn.RMSNorm) and context.cache is None:
-        if kernels := triton_kernels(canon.backend, h_BTD):
+        kernels = triton_kernels(canon.backend, h_BTD)
+        if kernels is not None and is_loaded(canon) and is_loaded(norm):
             h_BTD, *xs_BTD = kernels.norm_canon_stream_triton(
                 h_BTD,
                 norm.weight,
@@ -359,6 +360,14 @@ def add_norm_canon(
         h_BTD = h_BTD + added_BTD
     x_BTD = h_BTD if norm is None else norm(h_BTD)
     return h_BTD, canon_or_same(canon, x_BTD, context)
+
+
+def is_loaded(module: nn.Module | None) -> bool:
+    """Return whether a module's weight is here, for a kernel that reads it without a call.
+
+    In an export, accelerate may load it from the CPU or the disk when the module is called.
+    """
+    return module is None or not module.get_parameter("weight").is_meta
 
 
 def per_reader(x_BTD: Stream, readers: int) -> Parts:

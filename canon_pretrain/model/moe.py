@@ -37,12 +37,20 @@ class Routed(NamedTuple):
     balance_B: Tensor  # how unevenly the experts of each row are chosen; see `MoE`
 
 
+class Gate(nn.Linear):
+    """The router's linear layer, in float32."""
+
+    def forward(self, x_ND: Tensor) -> Tensor:
+        """Return a score per expert, float32 [N, E]."""
+        return F.linear(x_ND.float(), self.weight.float())
+
+
 class Router(nn.Module):
     """Choose each token's K experts: those of the largest probability plus bias, in float32."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
-        self.gate = nn.Linear(args.dim, args.num_experts, bias=False)
+        self.gate = Gate(args.dim, args.num_experts, bias=False)
         self.top_k = args.experts_per_token
         self.expert_bias: Tensor | None
         bias_E = torch.zeros(args.num_experts) if args.moe_balance == "bias" else None
@@ -53,7 +61,7 @@ class Router(nn.Module):
 
         As in tutel, several experts' probabilities are divided by their sum.
         """
-        score_NE = F.linear(x_ND.float(), self.gate.weight.float()).softmax(dim=1)
+        score_NE = self.gate(x_ND).softmax(dim=1)
 
         # the bias changes which experts are chosen, but not their weights
         biased_NE = score_NE

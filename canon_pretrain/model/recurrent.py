@@ -35,6 +35,13 @@ class LowRank(nn.Module):
         return self.up(self.down(x))
 
 
+class WideNorm(nn.RMSNorm):
+    """RMSNorm over the value width of each head, in `sum_dtype`."""
+
+    def forward(self, o_BTHV: Tensor) -> Tensor:
+        return F.rms_norm(wide(o_BTHV), self.normalized_shape, wide(self.weight), self.eps)
+
+
 class GatedRecurrence(Mixer):
     """q, k, v -> conv1d or Canon-B -> heads -> recurrence -> RMSNorm times silu(gate) -> wo."""
 
@@ -47,7 +54,6 @@ class GatedRecurrence(Mixer):
         super().__init__()
         self.recurrence = recurrence(args.mixer, mixer_backend)
         self.num_heads = args.num_heads
-        self.norm_eps = args.o_norm_eps or args.norm_eps
 
         k_dim, _, v_dim = args.mixer_parts
         self.wq = nn.Linear(args.dim, k_dim, bias=False)
@@ -58,7 +64,7 @@ class GatedRecurrence(Mixer):
             self.wg = LowRank(args.dim, args.output_gate_rank, v_dim)
         else:
             self.wg = nn.Linear(args.dim, v_dim, bias=False)
-        self.o_norm = nn.RMSNorm(args.value_dim, eps=self.norm_eps)
+        self.o_norm = WideNorm(args.value_dim, eps=args.o_norm_eps or args.norm_eps)
         self.wo = nn.Linear(v_dim, args.dim, bias=False)
 
         # q, k and v are mixed by one of these, or some of them by Canon-Q, K and V, or none
@@ -87,8 +93,7 @@ class GatedRecurrence(Mixer):
         o_BTHV = run_recurrence(self.recurrence, *inputs, context=context, **self.options)
 
         # y = o_norm(o) * silu(wg x), in `sum_dtype`
-        y_BTHV = wide(o_BTHV)
-        y_BTHV = F.rms_norm(y_BTHV, y_BTHV.shape[3:], wide(self.o_norm.weight), self.norm_eps)
+        y_BTHV = self.o_norm(o_BTHV)
         y_BTHV = y_BTHV * F.silu(wide(self.wg(x_gate))).view_as(y_BTHV)
         return self.wo(y_BTHV.to(o_BTHV.dtype).flatten(-2))
 

@@ -18,16 +18,9 @@ from canon_pretrain.kernels.backends import (
     ffn_activation,
 )
 from canon_pretrain.model.args import MIXER_SITES, ModelArgs, without_positions
-from canon_pretrain.model.attend import Attend, Mask
+from canon_pretrain.model.attend import Attend
 from canon_pretrain.model.attention import Attention, Rope
-from canon_pretrain.model.cache import (
-    NO_CONTEXT,
-    PADDING,
-    Cache,
-    Context,
-    document_numbers,
-    window_segments,
-)
+from canon_pretrain.model.cache import NO_CONTEXT, Cache, Context
 from canon_pretrain.model.canon import (
     Canon,
     Stream,
@@ -36,6 +29,7 @@ from canon_pretrain.model.canon import (
     make_canon,
     per_reader,
 )
+from canon_pretrain.model.contexts import layer_contexts
 from canon_pretrain.model.init import initial_value
 from canon_pretrain.model.initial_value import InitialValue
 from canon_pretrain.model.mixers import Mixer, mixer_class
@@ -112,6 +106,17 @@ class Smear(nn.Module):
 
         gate_BT1 = self.gate(e_BTD[..., : self.gate.in_features]).sigmoid()
         return e_BTD + self.scale * gate_BT1 * before_BTD
+
+
+def input_of_blocks(
+    e_BTD: Tensor, norm: nn.Module | None, smear: nn.Module | None, context: Context
+) -> Tensor:
+    """Return what the first block reads, [B, T, D], of embeddings; `context` is that block's."""
+    if norm is not None:
+        e_BTD = norm(e_BTD)
+    if smear is not None:  # its memory of the last embedding is with the first block's
+        e_BTD = smear(e_BTD, context)
+    return e_BTD
 
 
 class TransformerBlock(nn.Module):
@@ -371,23 +376,14 @@ class Transformer(nn.Module):
         `expert_load_LE` (int64 [L, E + 1]): the experts' tokens, and those dropped, are added here.
         Raises UserError past max_seq_len tokens.
         """
-        contexts = self._contexts(tokens_BT, is_real_BT, cache)
-
+        contexts = layer_contexts(self.args, self.attends, tokens_BT, is_real_BT, cache)
         h_BTD = self.tok_embeddings(tokens_BT)
-        if self.embed_norm is not None:
-            h_BTD = self.embed_norm(h_BTD)
-        # The smear's memory of the last embedding is with the first block's.
-        if self.smear is not None:
-            segments_BN = contexts[self.args.layer_names[0]].segments_BN
-            first_cache = None if cache is None else cache.layers[0]
-            h_BTD = self.smear(h_BTD, Context(None, segments_BN, first_cache))
+        h_BTD = input_of_blocks(h_BTD, self.embed_norm, self.smear, contexts[0])
 
-        # Each block has its own cache. In training, experts also return their load and balance.
+        # In training, experts also return their load and balance.
         loads, balances = [], []
-        for i, block in enumerate(self.layers.values()):
-            layer_cache = None if cache is None else cache.layers[i]
-            context = contexts[self.args.layer_names[i]]
-            h_BTD = block(h_BTD, Context(context.mask, context.segments_BN, layer_cache))
+        for block, context in zip(self.layers.values(), contexts, strict=True):
+            h_BTD = block(h_BTD, context)
             if isinstance(h_BTD, tuple):
                 h_BTD, load_E, balance_B = h_BTD
                 loads.append(load_E)
@@ -414,53 +410,6 @@ class Transformer(nn.Module):
         num_labels_B = (labels_BT >= 0).sum(dim=1)
         balance = (torch.stack(balances).sum(dim=0) * num_labels_B).sum()
         return nats_BT, objective + self.args.moe_balance_rate * balance
-
-    def _contexts(
-        self, tokens_BT: Tensor, is_real_BT: Tensor | None, cache: Cache | None
-    ) -> dict[str, Context]:
-        """Return the mask and the segments of each kind of layer; begin to read into the cache.
-
-        Raises UserError past max_seq_len tokens.
-        """
-        num_tokens = tokens_BT.shape[1]
-        num_so_far = num_tokens
-        if cache is not None:
-            num_so_far += cache.length
-        if num_so_far > self.args.max_seq_len:
-            raise UserError(
-                "model.sequence_too_long",
-                f"a sequence of {num_so_far} tokens is longer than max_seq_len = "
-                f"{self.args.max_seq_len}",
-            )
-
-        # The masks are of attention only.
-        segments_BS = self._segments(tokens_BT, is_real_BT, cache)
-        masks: dict[str, Mask] = {}
-        for name, attend in self.attends.items():
-            if cache is not None and cache.position is not None:
-                masks[name] = attend.step_mask(cache.position, segments_BS, cache.capacity)
-            else:
-                masks[name] = attend.mask(num_tokens, segments_BS, num_so_far, tokens_BT.device)
-
-        # The segments are of convolutions and states: of the tokens, and as many before them as
-        # the kind of layer reaches.
-        segments_BN: Tensor | None = None
-        reach = self.args.reach
-        if segments_BS is not None and reach and cache is not None:
-            segments_BN = cache.window_segments(num_tokens, reach)
-        elif segments_BS is not None and reach:
-            segments_BN = window_segments(segments_BS, num_tokens, reach)
-        if cache is not None:
-            cache.begin(num_tokens, segments_BN)
-
-        contexts = {}
-        for name, kind in self.args.kinds.items():
-            kind_segments_BN = None
-            if segments_BN is not None and kind.reach:
-                # without those that only other kinds of layers reach
-                kind_segments_BN = segments_BN[:, reach - kind.reach :]
-            contexts[name] = Context(masks.get(name), kind_segments_BN)
-        return contexts
 
     def _head(
         self, h_BTD: Tensor, labels_BT: Tensor | None, loss: HeadLoss | None
@@ -491,39 +440,6 @@ class Transformer(nn.Module):
         sign_LE -= sign_LE.mean(dim=1, keepdim=True)
         change_LE = self.args.moe_balance_rate * scale * sign_LE
         torch._foreach_add_(biases, list(change_LE.unbind()))
-
-    def _segments(
-        self, tokens_BT: Tensor, is_real_BT: Tensor | None, cache: Cache | None
-    ) -> Tensor | None:
-        """Return the segments of all tokens so far, int32 [B, S]; None if there is one."""
-        segments_BT = None
-        # Numbers of documents, or 0 for the whole row; padding is a segment of its own.
-        if self.args.document_mask:
-            segments_BT = self._documents(tokens_BT, is_real_BT, cache)
-        elif is_real_BT is not None:
-            segments_BT = torch.zeros_like(tokens_BT, dtype=torch.int32)
-
-        if segments_BT is not None and is_real_BT is not None:
-            segments_BT = segments_BT.masked_fill(~is_real_BT, PADDING)
-
-        if cache is None:
-            return segments_BT
-        return cache.append_segments(segments_BT, tokens_BT)
-
-    def _documents(
-        self, tokens_BT: Tensor, is_real_BT: Tensor | None, cache: Cache | None
-    ) -> Tensor:
-        """Return each token's document, int32 [B, T], counted on from the tokens in the cache."""
-        eos_id = self.args.eos_id
-        if is_real_BT is not None:  # EOS used as padding ends no document: replace it
-            tokens_BT = tokens_BT.masked_fill(~is_real_BT, eos_id + 1)
-        if cache is None:
-            return document_numbers(tokens_BT, eos_id)
-
-        # an EOS at the end ends its document: the next token is in another one
-        segments_BT = document_numbers(tokens_BT, eos_id, cache.next_document)
-        cache.next_document = segments_BT[:, -1] + (tokens_BT[:, -1] == eos_id).int()
-        return segments_BT
 
     @torch.no_grad()
     def init_weights(

@@ -17,28 +17,31 @@ from torch import nn
 from transformers import DynamicCache
 
 from canon_pretrain.hf.classes import CLASSES, plain_fields, to_hf, to_ours
-from canon_pretrain.hf.config import DEFAULTS, EXTENSION, MODEL_TYPE, to_fields
+from canon_pretrain.hf.config import (
+    ARCHITECTURE,
+    AUTO_CLASSES,
+    DEFAULTS,
+    EXTENSION,
+    MODEL_TYPE,
+    to_fields,
+)
 from canon_pretrain.hf.modeling_canon import LlamaCanonConfig, LlamaCanonForCausalLM
 from canon_pretrain.hf.qwen3_next import QWEN3_NEXT
 from canon_pretrain.model.transformer import Transformer
 from tests.hf_exports import export_model, hub_environment
-from tests.variants import PATTERNS, VARIANTS, build, every_variant, random_tokens, variant
+from tests.hf_models import (
+    CLOSE,
+    OTHERS,
+    PLAIN,
+    PROMPTS,
+    args_of,
+    decoded,
+    greedy,
+    padded,
+    wrapped_model,
+)
+from tests.variants import PATTERNS, VARIANTS, build, every_variant, random_tokens
 
-DECODED = [
-    "nope ABCD",
-    "rope A k3 cst relu2 qk_per_head documents",
-    "partial_rope_c ABCD qk_full",
-    "alibi ABCD k3 cst relu2 qk_per_head tied",
-    "h_alibi AC k2 cst standard qk_full gqa documents",
-    "relative FKOV distances6 embed_norm qk_per_head gqa documents",
-    "gla_elu A k3 conv gate_rank",
-    "mamba2 AB documents",
-    "mamba2_mlp k3 conv standard",
-    "gdn BD no_res documents",
-    "gdn AC conv",
-    "nope ABC moe capacity",
-    *PATTERNS,
-]
 TRAINED = [
     "rope AC no_res act standard_relu2 qk_full gqa tied documents",
     "rope A k3 cst relu2 qk_per_head documents",  # cst: the kernels have no gradient
@@ -49,46 +52,6 @@ TRAINED = [
     "moe capacity",
     *PATTERNS,
 ]
-decoded = pytest.mark.parametrize("name", DECODED)
-
-
-def args_of(name):
-    """Return the args of a variant or of a pattern."""
-    return PATTERNS.get(name) or variant(name)
-
-
-def wrapped_model(name, **fields):
-    """Return the Hugging Face class of a variant and our model, with the same weights."""
-    ours = build(args_of(name)).eval()
-    model = LlamaCanonForCausalLM(LlamaCanonConfig(**(to_fields(ours.args) | fields))).eval()
-    state = {to_hf(name): tensor for name, tensor in ours.state_dict().items()}
-
-    keys = model.load_state_dict(state, strict=False)
-
-    assert keys.missing_keys == (["lm_head.weight"] if ours.args.tie_embeddings else [])
-    assert not keys.unexpected_keys
-    return model, ours
-
-
-@torch.no_grad()
-def greedy(model, tokens, count):
-    """Continue tokens by `count` likeliest ones, without a cache."""
-    for _ in range(count):
-        tokens = [*tokens, int(model(torch.tensor([tokens]))[0, -1].argmax())]
-    return tokens
-
-
-def padded(rows):
-    """Return rows padded on the left, and the mask."""
-    longest = max(map(len, rows))
-    ids = torch.tensor([[2] * (longest - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-    return ids, mask
-
-
-PROMPTS = [[5, 9, 3], [7, 2, 11, 4, 30, 8, 2, 19, 6, 3, 21], [2, 13]]
-CLOSE = {"atol": 1e-4, "rtol": 0}
-PLAIN: dict[str, Any] = {"eos_token_id": None, "pad_token_id": 2}
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -229,7 +192,7 @@ def test_offloaded_weights(name, offload, tmp_path):
 
     # and none is kept
     layer = model.model.layers[1]
-    assert all(weight.is_meta for weight in [*layer.parameters(), *layer.block.parameters()])
+    assert all(weight.is_meta for weight in layer.parameters())
 
 
 class Wrapped(nn.Module):
@@ -249,7 +212,8 @@ REPLACED = {
     "nope ABCD k2 no_res act standard documents": {"canonA", "canonC", "mlp.canonD"},
     "gla AC conv gate_rank": {"self_attn.gk_proj.1", "self_attn.g_proj.0", "self_attn.conv1d"},
     "mamba2 AB": {"self_attn.in_proj", "self_attn.canonB", "self_attn.norm", "self_attn.out_proj"},
-    "gdn ABCD": {"self_attn.a_proj", "self_attn.b_proj", "self_attn.g_proj", "self_attn.canonB"},
+    "gdn ABCD": {"self_attn.a_proj", "self_attn.o_norm", "self_attn.g_proj", "self_attn.canonB"},
+    "rope A moe": {"mlp.gate", "canonA"},
 }
 
 
@@ -267,7 +231,6 @@ def test_replaced_modules_of_a_layer_are_called_once(name, use_cache):
         if weight_name.endswith((".weight", ".bias"))
     }
     assert REPLACED[name] <= places
-    places.discard("self_attn.o_norm")  # only its weight is used
 
     wrappers = []
     for place in places:
@@ -335,8 +298,7 @@ def test_copies_and_casts_keep_the_rotation(rotated):
 
     low = copy.deepcopy(model).to(torch.bfloat16)
 
-    rope = low.core.layers["0"].block.attention.rope
-    assert rope.cos_TR.dtype == torch.float32
+    assert low.model.rotary_emb[0].cos_TR.dtype == torch.float32
     # with a cache Canon-D is rounded before the gate: the last bits of bfloat16 differ
     torch.testing.assert_close(low(ids, use_cache=False).logits, expected)
     torch.testing.assert_close(model(ids).logits, ours(ids))  # the original is unchanged
@@ -368,8 +330,6 @@ def test_logits_to_keep(rotated):
 FORWARD: dict[str, Any] = {
     "input_ids": None,
     "inputs_embeds": torch.zeros(1, 2, 32),
-    "output_attentions": True,
-    "output_hidden_states": True,
     "past_key_values": DynamicCache(),
     "position_ids": torch.tensor([[0, 1, 0, 1]]),
     "attention_mask": torch.ones(1, 5),
@@ -396,7 +356,6 @@ def test_unsupported_options_of_generate_raise(raises):
     ids = torch.tensor([PROMPTS[1]])
 
     for match, options in (
-        ("assisted generation", {"prompt_lookup_num_tokens": 2}),
         ("cache_implementation", {"cache_implementation": "static"}),
         ("max_position_embeddings", {"max_new_tokens": 200}),
     ):
@@ -409,7 +368,7 @@ def test_unsupported_uses_of_a_cache_raise(raises):
     model, _ = wrapped_model("nope ABCD")
     past = model(torch.tensor([[1, 2, 3, 4]]), use_cache=True).past_key_values
 
-    with raises(match="cropped"):
+    with raises(match="cropped"):  # its pass was not recorded
         past.crop(-1)
     with raises(match="cache"):
         past.update(torch.zeros(1), torch.zeros(1), 0)
@@ -427,7 +386,7 @@ def test_unsupported_models_raise(raises):
     with raises(match="canon hf import"):
         LlamaCanonForCausalLM(LlamaCanonConfig(**huggingface))
 
-    model._is_replica = True  # as nn.parallel.replicate marks them
+    model.model._is_replica = True  # as nn.parallel.replicate marks all modules
     with raises(match="DataParallel"):
         model(torch.tensor([[1, 2, 3, 4]]))
 
@@ -469,16 +428,6 @@ def test_rope_version_tells_what_the_released_class_supports(name):
     assert is_expressible == (has_released_sites and changes_nothing_else)
 
 
-OTHERS = [
-    "gla A k3 conv gate_rank cst",
-    "mamba2 conv",
-    "mamba2_mlp conv documents tied",
-    "mamba2 AB mimetic",
-    "gdn ABCD dynamic",
-    "gdn ABC gated_moe capacity",
-    "rope AC moe tied",
-    "nope FO moe",
-]
 LAST = "alibi A no_res act cst standard gqa tied documents"
 EXPORTED = [*(name for name in VARIANTS if name != LAST), *OTHERS, LAST]
 PROCESS = """
@@ -488,10 +437,26 @@ from pathlib import Path
 sys.modules["canon_pretrain"] = None  # it may be installed in this environment
 import torch
 from safetensors.torch import load_file
+import transformers
 from transformers import AutoModelForCausalLM
 
-def load(folder, **options):
-    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, **options)
+def load(folder, auto=AutoModelForCausalLM, **options):
+    return auto.from_pretrained(folder, trust_remote_code=True, **options)
+
+def other_classes(folder, model, tokens_BT):
+    # the largest difference of hidden states, and the names of the classes that load
+    hidden_states = model(tokens_BT, output_hidden_states=True).hidden_states
+    base = load(folder, transformers.AutoModel)
+    difference = (base(tokens_BT).last_hidden_state - hidden_states[-1]).abs().max()
+    heads = []
+    for task in ("SequenceClassification", "TokenClassification"):
+        auto = getattr(transformers, f"AutoModelFor{task}")
+        head = load(folder, auto, num_labels=3)
+        head.config.pad_token_id = 0
+        logits = head(tokens_BT).logits
+        if logits.shape[-1] == 3 and logits.isfinite().all():
+            heads.append(type(head).__name__)
+    return float(difference), [type(base).__name__, *heads]
 
 torch.set_grad_enabled(False)
 options = {"max_new_tokens": 7, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -501,8 +466,13 @@ for name, folder in json.loads(Path("request.json").read_text()).items():
     model, tokens_BT, prompts_BT = load(folder), expected["tokens"], expected["tokens"][:, :9]
     options["attention_mask"] = torch.ones_like(prompts_BT)  # otherwise 0 is taken for padding
     texts = [model.generate(prompts_BT, use_cache=cache, **options) for cache in (True, False)]
+    base_difference, other_types = None, []
+    if type(model).__name__ == "LlamaCanonForCausalLM":
+        base_difference, other_types = other_classes(folder, model, tokens_BT)
     answers[name] = {
         "type": type(model).__name__,
+        "base_difference": base_difference,
+        "other_types": other_types,
         "difference": float((model(tokens_BT).logits - expected["logits"]).abs().max()),
         "scale": float(expected["logits"].abs().max()),
         "greedy": torch.equal(*texts),
@@ -556,6 +526,10 @@ def test_a_variant_is_loaded_without_this_package(name, answers):
     assert answer["scale"] > 0.5
     assert answer["greedy"]
     assert [answer["type"]] == answer["architectures"] == plain["architectures"]
+    if answer["type"] == ARCHITECTURE:
+        assert answer["base_difference"] == 0
+        others = [kind for kind in AUTO_CLASSES.values() if kind != ARCHITECTURE]
+        assert answer["other_types"] == others
 
     kind = plain.get("model_type", MODEL_TYPE)
     weights = build(args).state_dict()
