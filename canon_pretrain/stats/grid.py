@@ -54,7 +54,8 @@ class GridCell(NamedTuple):
 class GridGain(NamedTuple):
     """The mean gain over cells, its 95 % interval, and its one-sided p.
 
-    `smallest_p`: 1 / 2^N, or that of the random subsets. No interval if N is too small for one.
+    `smallest_p`: 1 / 2^N, or that of the random subsets; with a margin, that of as many pairs with
+    this mean gain. No interval if N is too small for one.
     """
 
     gain: float
@@ -92,7 +93,8 @@ def grid_gain(
     p = smallest_p + float((least_means <= tolerance - margin).mean()) * (1 - smallest_p)
     if are_shares and margin:
         least_gain = float(weights @ least_gains) / len(cells)
-        p = max(p, _hidden_failures_p(least_gain, margin, gains.size))
+        smallest_p = max(smallest_p, _hidden_failures_p(least_gain, margin, gains.size))
+        p = max(p, smallest_p)
 
     # Gains that a one-sided test at half of ALPHA would not reject.
     interval = None
