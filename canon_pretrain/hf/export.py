@@ -317,7 +317,8 @@ def _publish(
     # exports, for --force after a kill.
     disk.write_json(out / RECORD, record | {"files": sorted(all_files)})
     for name in _DESCRIBING:
-        (out / name).unlink(missing_ok=True)
+        if name in all_files:  # else it is a file of the user
+            (out / name).unlink(missing_ok=True)
     _fsync_folders(out)
 
     # Replace all other files.
@@ -464,8 +465,8 @@ lm_eval --model hf --model_args {{options}} --tasks ...
 """
 _RELEASED_LOADING = f"""\
 The layout of the released models of [PhysicsLM4](https://github.com/facebookresearch/PhysicsLM4):
-`{lingua.PARAMS_FILE}` and `{lingua.WEIGHTS_FILE}`. In its folder `{{folder}}`, with the packages
-that the code there names:
+`{lingua.PARAMS_FILE}` and `{lingua.WEIGHTS_FILE}`. In the folder `{{folder}}` of its
+repository, with the packages that the code names:
 
 ```python
 from {{module}} import {{name}}

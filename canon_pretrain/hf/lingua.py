@@ -77,6 +77,7 @@ _NEEDED = ("vocab_size", "dim", "n_layers", "n_heads")
 _REFUSED = ("canon_bias", "sliding_window")
 _OTHERS = ("model_name", "qk_norm", "head_dim", "multiple_of", "ffn_dim_multiplier")
 _READ = {*_OTHERS, *_REFUSED, *_FIELDS}
+_SITES = "ABCD"
 _TIED_HEAD = "output.tied_module"
 """The module that has the embedding again."""
 _CHANGES_NOTHING = {"seed", "attn_impl", "z_loss", "init_base_std", "init_std_factor", "max_seqlen"}
@@ -231,7 +232,9 @@ def to_params(args: ModelArgs) -> dict[str, Any]:
         raise UserError(
             "hf.released_layout", f"the released classes lack this model: {error}", names=[name]
         ) from None
-    changed = [name for name in _fields_of_model(args) if _differs(name, args, expressed)]
+    changed = [
+        name for name in _fields_of_model(args) if getattr(args, name) != getattr(expressed, name)
+    ]
     if changed:
         texts = [f"{name} = {getattr(args, name)!r}" for name in changed]
         expected = [f"{name} = {getattr(expressed, name)!r}" for name in changed]
@@ -255,10 +258,6 @@ def _fields_of_model(args: ModelArgs) -> list[str]:
     return [field.name for field in fields(ModelArgs) if field.name not in unused]
 
 
-def _differs(name: str, args: ModelArgs, other: ModelArgs) -> bool:
-    return getattr(args, name) != getattr(other, name)
-
-
 def _attention_section(args: ModelArgs) -> dict[str, Any]:
     """Return the fields of a model of attention that differ from _SECTION, as far as it has them.
 
@@ -276,7 +275,7 @@ def _attention_section(args: ModelArgs) -> dict[str, Any]:
         "rope_theta": args.rope_theta,
         "rope_dim": args.rope_dim if args.position == "partial_rope_c" else None,
         "qk_norm": args.qk_norm == "full",
-        "canon_set": args.canon_set,
+        "canon_set": "".join(site for site in args.canon_set if site in _SITES),
         "max_seqlen": args.max_seq_len,
     }
 

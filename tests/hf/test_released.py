@@ -21,6 +21,7 @@ from canon_pretrain.hf import export as exporting
 from canon_pretrain.hf import lingua
 from canon_pretrain.hf.commands import add_export_arguments, run_export
 from canon_pretrain.hf.export import export
+from canon_pretrain.hf.push import Upload
 from canon_pretrain.hf.reading import import_folder, meta_weights
 from canon_pretrain.model.args import ModelArgs
 from tests.hf.release_classes import released_classes
@@ -321,6 +322,7 @@ INEXPRESSIBLE: list[tuple[ModelArgs, dict[str, Any], list[str]]] = [
     (LLAMA_ARGS, {"position": "nope"}, ["position"]),
     (LLAMA_ARGS, {"qk_norm": "per_head"}, ["qk_norm"]),
     (LLAMA_ARGS, {"window": 8}, ["window"]),
+    (LLAMA_ARGS, {"canon_set": "AKO"}, ["canon_set"]),
     (LLAMA_ARGS, {"canon_kernel": 3}, ["canon_kernel"]),
     (LLAMA_ARGS, {"canon_residual": False}, ["canon_residual"]),
     (LLAMA_ARGS, {"tie_embeddings": True}, ["tie_embeddings"]),
@@ -391,6 +393,7 @@ def test_the_command_writes_a_readme_and_no_code(tmp_path, capsys):
     assert "GLACanonForCausalLM" in card
     assert "library_name" not in card
     assert str(out) in capsys.readouterr().out
+    assert sorted(Upload.of(out, "user/model", None).files) == files
 
 
 def test_training_options_are_left_out():
@@ -412,6 +415,14 @@ def test_one_layout_replaces_the_other(tmp_path):
     released = export(checkpoint, out, released=True, **options)
     assert path_names(out) == sorted([*released["files"], "notes.txt"])
     import_folder(out, tmp_path / "again")
+
+    # the user's config.json is not that of an export
+    (out / "config.json").write_text("mine")
+    export(checkpoint, out, released=True, **options)
+    assert (out / "config.json").read_text() == "mine"
+    with refused("hf.not_an_export", path=out / "config.json"):
+        export(checkpoint, out, **options)
+    (out / "config.json").unlink()
 
     again = export(checkpoint, out, **options)
     assert again["files"] == first["files"]
