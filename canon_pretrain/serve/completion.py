@@ -97,11 +97,12 @@ class Choice:
         return self._task is None or not self._task.is_complete(self.ids)
 
     def end(self, reason: Reason) -> None:
-        num_before = len(self._text)
-        if not self._is_cut:
-            self._text += self._detokenizer.flush()
-            self._cut_at_stop(num_before)
         self.reason = reason
+        if not self._is_cut:
+            num_before = len(self._text)
+            self._text += self._detokenizer.flush()
+            if self._cut_at_stop(num_before):
+                self.reason = "stop"
 
     def _cut_at_stop(self, num_before: int) -> bool:
         """Cut the text before the first stop text in it, which ends after `num_before`."""
