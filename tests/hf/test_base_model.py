@@ -163,10 +163,11 @@ def test_a_class_per_token():
     torch.testing.assert_close(output.loss, F.cross_entropy(expected[0], labels[0]))
 
 
-@pytest.mark.parametrize(
-    "name", ["nope ABCD", "nope qk_full gqa tied", "gdn ABC gated_moe capacity"]
-)
-def test_the_base_and_heads_load_the_weights_of_the_language_model(name, tmp_path):
+LOADED = ["nope ABCD", "nope qk_full gqa tied", "gdn ABC gated_moe capacity"]
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_the_base_and_heads_load_the_language_models_weights(name, tmp_path):
     model, _ = wrapped_model(name)
     model.save_pretrained(tmp_path / "lm")
     weights = model.model.state_dict()
@@ -227,8 +228,6 @@ def test_recorded_passes_are_undone_to_any_length(name):
 @pytest.mark.parametrize("name", ["rope gqa", "rope qk_full documents", "window", "alibi BF"])
 @torch.no_grad()
 def test_what_was_not_recorded(name):
-    if name == "rope qk_full documents":
-        name = "alibi standard_relu2 qk_per_head documents"
     model, ours = wrapped_model(name)
     ids = random_tokens(ours.args, rows=2, num_tokens=12)
     has_states = bool(ours.args.canon_set or ours.args.window)
