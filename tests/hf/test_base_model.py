@@ -163,10 +163,11 @@ def test_a_class_per_token():
     torch.testing.assert_close(output.loss, F.cross_entropy(expected[0], labels[0]))
 
 
-@pytest.mark.parametrize(
-    "name", ["nope ABCD", "nope qk_full gqa tied", "gdn ABC gated_moe capacity"]
-)
-def test_the_base_and_heads_load_the_weights_of_the_language_model(name, tmp_path):
+LOADED = ["nope ABCD", "nope qk_full gqa tied", "gdn ABC gated_moe capacity"]
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_the_base_and_heads_load_the_language_models_weights(name, tmp_path):
     model, _ = wrapped_model(name)
     model.save_pretrained(tmp_path / "lm")
     weights = model.model.state_dict()
@@ -227,8 +228,6 @@ def test_recorded_passes_are_undone_to_any_length(name):
 @pytest.mark.parametrize("name", ["rope gqa", "rope qk_full documents", "window", "alibi BF"])
 @torch.no_grad()
 def test_what_was_not_recorded(name):
-    if name == "rope qk_full documents":
-        name = "alibi standard_relu2 qk_per_head documents"
     model, ours = wrapped_model(name)
     ids = random_tokens(ours.args, rows=2, num_tokens=12)
     has_states = bool(ours.args.canon_set or ours.args.window)
@@ -265,11 +264,14 @@ def test_assisted_generation(name, way):
         attention_mask=torch.ones_like(ids),
         max_new_tokens=14,
         do_sample=False,
-        **PLAIN,
+        eos_token_id=None,
+        pad_token_id=0,  # the assistant takes this id for padding
     )
     options = {"prompt_lookup_num_tokens": 3}
     if way == "itself":
-        options = {"assistant_model": copy.deepcopy(model)}
+        assistant = copy.deepcopy(model)
+        assistant.generation_config.assistant_confidence_threshold = 0.0  # it always guesses
+        options = {"assistant_model": assistant}
     if way == "assistant":  # which often differs
         assistant, _ = wrapped_model("gdn AC conv")
         options = {"assistant_model": assistant}
@@ -281,7 +283,7 @@ def test_assisted_generation(name, way):
     num_calls = len(calls)
     assert torch.equal(texts, generate())
     if way == "itself":  # all guesses are right
-        assert num_calls < 14
+        assert num_calls <= 3
 
 
 # -- what tools do with modules ---------------------------------------------------------------
