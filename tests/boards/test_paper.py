@@ -75,7 +75,7 @@ def test_a_figure_is_planned_at_the_node_tier_in_a_weekend(name, tmp_path):
 
 @pytest.mark.parametrize("tier", ["laptop", "node", "paper"])
 @pytest.mark.parametrize("name", FIGURES)
-def test_the_claims_of_a_figure_are_over_all_its_difficulties_and_sizes(name, tier):
+def test_the_claims_of_a_figure_are_over_whole_grids(name, tier):
     board = read_board(FOLDER / f"{name}.toml", tier)
     assert board.claims
     for claim in board.claims:
