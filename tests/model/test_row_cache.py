@@ -68,7 +68,7 @@ def test_each_row_computes_what_it_computes_alone(args):
     assert rows.num_compared == 2 + 9 + 8 + 2 + 2
 
 
-@pytest.mark.parametrize("name", ["rope ABCD gqa", "gla BD dynamic tied", "alibi AC layernorm"])
+@pytest.mark.parametrize("name", ["rope ABCD gqa", "gla BD dynamic", "alibi AC layernorm"])
 def test_buffers_grow_in_rows_and_tokens(name):
     rows = Rows(build(variant(name)).eval())
     rows.replace(lengths=[60, 61])
