@@ -354,6 +354,7 @@ ADAPTED = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft reads it
 @pytest.mark.parametrize("name", ADAPTED)
 def test_an_adapter_on_every_linear_layer_is_used(name):
     model, ours = wrapped_model(name)

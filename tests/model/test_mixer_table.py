@@ -25,8 +25,8 @@ from tests.variants import BASE, build, random_tokens
 
 each_mixer = pytest.mark.parametrize("mixer", RECURRENT)
 PACKAGE = ROOT / "canon_pretrain"
-FOREIGN_FORMATS = {"hf/mamba2.py", "hf/standard.py", "hf/export.py"}
-"""Where a mixer is a class of transformers, which has its own config.json, or of its layers."""
+FOREIGN_FORMATS = {"hf/mamba2.py", "hf/standard.py", "hf/export.py", "hf/lingua_linear.py"}
+"""Where a mixer is a class of others with its own config.json or params.json, or of its layers."""
 BASELINES = {"compare.py"}
 """The architectures that `playground compare` trains, by their names on its command line."""
 
