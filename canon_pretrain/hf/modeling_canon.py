@@ -240,8 +240,8 @@ class DecodingCache(HFCache):
                 return
         raise ValueError(
             f"the cache cannot be cropped to {length} tokens: states of Canon, recurrences and "
-            "full windows cannot be cut. Before a pass that may be undone, call "
-            "activate_past_recording()"
+            "full windows cannot be cut. Before passes that may be undone, call "
+            f"activate_past_recording(): the last {MAX_RECORDED_PASSES} are kept"
         )
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -546,6 +546,10 @@ class LlamaCanonModel(LlamaCanonPreTrainedModel):
                 "output_attentions is unsupported by flex_attention: "
                 'use attn_implementation = "eager" or "sdpa"'
             )
+
+        is_checkpointing = any(layer.gradient_checkpointing for layer in self.layers)
+        if output_attentions and is_checkpointing and self.training:
+            raise ValueError("output_attentions is unsupported with gradient checkpointing")
 
         # The tokens, and the cache of those before them: by default none in training.
         passage = self._passage(input_ids, inputs_embeds, attention_mask, past_key_values)

@@ -367,7 +367,8 @@ def is_loaded(module: nn.Module | None) -> bool:
 
     In an export, accelerate may load it from the CPU or the disk when the module is called.
     """
-    return module is None or not module.get_parameter("weight").is_meta
+    weight: Any = None if module is None else module.weight
+    return weight is None or not weight.is_meta
 
 
 def per_reader(x_BTD: Stream, readers: int) -> Parts:

@@ -137,7 +137,7 @@ class RowLayerCache(LayerCache):
     def __init__(self, window: int = 0) -> None:
         super().__init__(window=window)
         # By name: [rows, G, capacity or window, K], of which the first B rows are in use. What is
-        # not written yet is 0, as masked scores must be finite.
+        # not written yet is 0: masked scores must be finite, and a row that left may not have been.
         self._storages: dict[str, Tensor] = {}
 
     def open(self, num_rows: int, num_tokens: int, position: Tensor | None) -> None:
@@ -153,6 +153,7 @@ class RowLayerCache(LayerCache):
         """Copy the keys and values of a row to another one."""
         for storage in self._storages.values():
             storage[row, :, :length] = storage[source, :, :length]
+            storage[row, :, length:] = 0
 
     def copy_row(self, row: int, other: LayerCache, length: int) -> None:
         """Copy the keys and values of the only row of `other`."""
@@ -166,6 +167,7 @@ class RowLayerCache(LayerCache):
             storage = grown(storage, 2, row + 1, num_slots)
             self._storages[name] = storage
             storage[row, :, :num_slots] = buffer_1GSK[0, :, :num_slots]
+            storage[row, :, num_slots:] = 0
 
     def join_states(self, others: Sequence[LayerCache]) -> None:
         """Append the rows of `others` to the states and to Canon's memories."""

@@ -104,9 +104,15 @@ class Service:
         """Queue a request's prompts; return its answers, at once or as a stream."""
         loop = asyncio.get_running_loop()
         try:
+            self._scheduler.check_room(1)
             content = await _read_content(request)
             options = await loop.run_in_executor(
-                self._encoder, read_body, content, self._sampler, self._model_names
+                self._encoder,
+                read_body,
+                content,
+                self._sampler,
+                self._model_names,
+                self._scheduler.check_room,
             )
             running = _Running(self._scheduler, loop)
             completion = await loop.run_in_executor(

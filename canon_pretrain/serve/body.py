@@ -1,8 +1,9 @@
 """The body of a request for completions in OpenAI's API: read, checked, in our terms."""
 
 import json
+import reprlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
@@ -16,12 +17,16 @@ MAX_TOP = 20
 """Of `logprobs`; OpenAI's limit is 5, that of vLLM 20."""
 MAX_ANSWERS = 128
 MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 1024
+MIN_TEMPERATURE = 1e-4
 DEFAULT_MAX_TOKENS = 16
 SHOWN_CHARACTERS = 60
 SEED_BITS = 48
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Zero = Annotated[float, Field(ge=0, le=0)]
+Stop = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
+PROMPT = "a text, a list of token ids, or a list of these that is not empty"
 
 
 def wrong(param: str, given: object, expected: str) -> UserError:
@@ -35,7 +40,11 @@ def wrong(param: str, given: object, expected: str) -> UserError:
 
 
 def _shown(value: object) -> str:
-    text = json.dumps(value, default=str)
+    """Return the beginning of a value of JSON, which may be large and deep."""
+    if isinstance(value, list | dict):
+        text = reprlib.repr(value)
+    else:
+        text = json.dumps(value[: SHOWN_CHARACTERS + 1] if isinstance(value, str) else value)
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
 
 
@@ -59,7 +68,7 @@ class Body(BaseModel):
     top_p: Number = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1)  # vLLM's; -1 and 0: all
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: str | list[str] = []
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] = []
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
     echo: bool = False
     stream: bool = False
@@ -96,8 +105,16 @@ class CompletionOptions:
     include_usage: bool
 
 
-def read_body(content: bytes, sampler: Sampler, model_names: Sequence[str]) -> CompletionOptions:
-    """Return the request in `content`. Raises UserError, with `param` if it is about one."""
+def read_body(
+    content: bytes,
+    sampler: Sampler,
+    model_names: Sequence[str],
+    check_room: Callable[[int], None],
+) -> CompletionOptions:
+    """Return the request in `content`. Raises UserError, with `param` if it is about one.
+
+    `check_room` raises it for more answers than may wait.
+    """
     body = _parse(content)
     if body.model is not None and body.model not in model_names:
         raise unknown_model(body.model, model_names)
@@ -106,17 +123,20 @@ def read_body(content: bytes, sampler: Sampler, model_names: Sequence[str]) -> C
 
     # What ends an answer.
     stops = [body.stop] if isinstance(body.stop, str) else body.stop
-    if len(stops) > MAX_STOPS:
-        raise wrong("stop", stops, f"at most {MAX_STOPS} texts")
     if body.max_tokens == 0 and not body.echo:
         raise wrong("max_tokens", 0, "at least 1, or echo to score the prompt")
 
     # Greedy decoding needs no further settings.
     sampling = Sampling(0.0, 0, 1.0)
     if body.temperature:
+        if body.temperature < MIN_TEMPERATURE:
+            raise wrong("temperature", body.temperature, f"0, or at least {MIN_TEMPERATURE}")
         sampling = Sampling(body.temperature, max(0, body.top_k), body.top_p)
 
-    prompts = _prompts(body.prompt, sampler)
+    # before what takes time and memory
+    listed = _listed(body.prompt)
+    check_room(len(listed) * body.n)
+    prompts = _prompts(listed, sampler)
     return CompletionOptions(
         prompts=prompts,
         max_tokens=[_max_tokens(prompt.ids, body.max_tokens, sampler) for prompt in prompts],
@@ -167,26 +187,27 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number of JSON")
 
 
-def _prompts(prompt: Any, sampler: Sampler) -> list[Prompt]:
-    """Return a text or ids, or each of a list of either."""
-    expected = "a text, a list of token ids, or a list of these that is not empty"
+def _listed(prompt: Any) -> list[Any]:
+    """Return a text or ids, or a list of either, as a list."""
     if isinstance(prompt, str):
-        prompt = [prompt]
-    elif isinstance(prompt, list) and prompt and _is_id(prompt[0]):
-        prompt = [prompt]
-    if not isinstance(prompt, list) or not prompt:
-        raise wrong("prompt", prompt, expected)
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        return [prompt] if _is_id(prompt[0]) else prompt
+    raise wrong("prompt", prompt, PROMPT)
 
+
+def _prompts(listed: list[Any], sampler: Sampler) -> list[Prompt]:
     vocab_size = sampler.model.args.vocab_size
     prompts = []
-    for item in prompt:
+    for item in listed:
         if isinstance(item, str):
             try:
                 prompts.append(Prompt(sampler.encode(item), int(not sampler.has_ids)))
-            except UserError as error:  # such as words, of a model that knows ids
+            # such as words, of a model that knows ids, or an id of thousands of digits
+            except (UserError, ValueError) as error:
                 raise wrong("prompt", item, f"another text: {error}") from None
         elif not isinstance(item, list) or not item or not all(map(_is_id, item)):
-            raise wrong("prompt", item, expected)
+            raise wrong("prompt", item, PROMPT)
         elif not 0 <= min(item) <= max(item) < vocab_size:
             wrong_id = next(i for i in item if not 0 <= i < vocab_size)
             raise wrong("prompt", wrong_id, f"ids from 0 to {vocab_size - 1}")

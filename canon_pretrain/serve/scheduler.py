@@ -9,6 +9,7 @@ has random numbers of its own, those of `canon sample`.
 Shapes: B rows, V vocabulary.
 """
 
+import math
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -198,6 +199,14 @@ class Scheduler:
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue all of `requests`, or raise UserError: "serve.queue_full" if they do not fit."""
         num_answers = sum(request.num_answers for request in requests)
+        with self._changed:
+            self.check_room(num_answers)
+            self._num_waiting += num_answers
+            self._submitted.extend(requests)
+            self._changed.notify()
+
+    def check_room(self, num_answers: int) -> None:
+        """Raise UserError if so many more answers may not wait now."""
         if num_answers > self.max_waiting:
             raise UserError(
                 "serve.too_many",
@@ -206,21 +215,17 @@ class Scheduler:
                 given=num_answers,
                 expected=self.max_waiting,
             )
-        with self._changed:
-            if self._error is not None:
-                raise self._error
-            if self._num_waiting + num_answers > self.max_waiting:
-                raise UserError(
-                    "serve.queue_full",
-                    f"{self._num_waiting:,} answers wait, and {num_answers:,} more would be over "
-                    f"the limit of {self.max_waiting:,}: try again later, or start the server with "
-                    "a larger --max-waiting",
-                    waiting=self._num_waiting,
-                    limit=self.max_waiting,
-                )
-            self._num_waiting += num_answers
-            self._submitted.extend(requests)
-            self._changed.notify()
+        if self._error is not None:
+            raise self._error
+        if self._num_waiting + num_answers > self.max_waiting:
+            raise UserError(
+                "serve.queue_full",
+                f"{self._num_waiting:,} answers wait, and {num_answers:,} more would be over "
+                f"the limit of {self.max_waiting:,}: try again later, or start the server with "
+                "a larger --max-waiting",
+                waiting=self._num_waiting,
+                limit=self.max_waiting,
+            )
 
     def cancel(self, request: Request) -> None:
         """Drop a request, which may have ended; its listener may be called until the next step."""
@@ -257,8 +262,8 @@ class Scheduler:
         read.
         """
         self._take_submitted()
-        self._drop_cancelled()
         try:
+            self._drop_cancelled()
             self._read_prompts()
             if self._rows:
                 self._read_rows()
@@ -346,7 +351,10 @@ class Scheduler:
                 reading.scored.append(ScoredToken(request.prompt[0]))
             targets = request.prompt[start + 1 : stop + 1]
             num_top = request.num_top or 0
-            reading.scored += self._scored(logits_BTV[0, : len(targets)], targets, num_top)
+            scored = self._scored(logits_BTV[0, : len(targets)], targets, num_top)
+            if any(token.logp is None or math.isnan(token.logp) for token in scored):
+                raise _not_finite()
+            reading.scored += scored
 
     def _begin_answers(self, reading: _Reading) -> None:
         """Choose the first token of as many answers as there are free rows for."""
@@ -400,9 +408,7 @@ class Scheduler:
                 continue
             if token is None:
                 row.request.is_cancelled = True
-                listener.on_error(
-                    UserError("generate.logits_not_finite", "the model's logits are not finite")
-                )
+                listener.on_error(_not_finite())
                 is_live.append(False)
                 continue
 
@@ -491,6 +497,10 @@ class Scheduler:
         self._count_waiting(-sum(request.num_answers for request in waiting))
         self._fail_running(error)
         _fail(waiting, error)
+
+
+def _not_finite() -> UserError:
+    return UserError("generate.logits_not_finite", "the model's logits are not finite")
 
 
 def _fail(requests: Sequence[Request], error: Exception) -> None:

@@ -106,6 +106,16 @@ def test_flex_attention_has_no_attentions():
         model(torch.tensor([[1, 2, 3]]), output_attentions=True)
 
 
+def test_gradient_checkpointing_has_no_attentions():
+    model, _ = wrapped_model("nope ABCD")
+    newer = getattr(model, "activation_checkpointing_enable", None)
+    enable = newer or model.gradient_checkpointing_enable
+    enable()
+
+    with pytest.raises(ValueError, match="output_attentions"):
+        model.train()(torch.tensor([[1, 2, 3]]), output_attentions=True)
+
+
 @decoded
 @torch.no_grad()
 def test_embeddings_in_place_of_ids(name):

@@ -6,7 +6,7 @@ import torch
 from canon_pretrain.model.cache import Cache
 from canon_pretrain.model.row_cache import RowCache, order_without
 from tests.support import refused
-from tests.variants import BASE, build, every_variant, random_tokens, variant
+from tests.variants import BASE, PATTERNS, build, every_variant, random_tokens, variant
 
 CPU = torch.device("cpu")
 
@@ -111,3 +111,15 @@ def test_a_row_longer_than_the_model_reads_is_refused():
     cache.replace([], [prefilled])
     with refused("model.sequence_too_long"):
         cache.read(model, torch.tensor([5]))
+
+
+@pytest.mark.parametrize("args", [variant("rope ABCD gqa"), PATTERNS["window"]])
+def test_a_row_that_was_not_finite_leaves_nothing_behind(args):
+    rows = Rows(build(args).eval())
+    rows.replace(lengths=[30, 25, 20])
+    for layer in rows.cache.layers:
+        for storage in layer._storages.values():
+            storage[:2] = torch.nan
+
+    rows.replace(leaving=[0, 1], lengths=[3, 28])  # one row moves into a place, two join
+    rows.read(2)

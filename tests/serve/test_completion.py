@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.hf.sampling import Sampler
 from canon_pretrain.model.decode import Sampling
 from canon_pretrain.serve.body import read_body
@@ -23,9 +24,14 @@ def sampler(tmp_path_factory):
     return Sampler.load(write_run(base))
 
 
+def check_room(num_answers):
+    if num_answers > 1000:
+        raise UserError("serve.too_many", "too many answers")
+
+
 def options_of(sampler, **values):
     body = {"prompt": "the river", **values}
-    return read_body(json.dumps(body).encode(), sampler, ["run/step-3"])
+    return read_body(json.dumps(body).encode(), sampler, ["run/step-3"], check_room)
 
 
 def completion_of(sampler, **values):
@@ -98,6 +104,8 @@ def test_the_default_number_of_tokens_fits_the_model(sampler):
         ("stop", 5),
         ("stop", [5]),
         ("stop", ["a"] * 17),
+        ("stop", "a" * 2000),
+        ("temperature", 1e-320),
         ("echo", 1),
         ("stream", "yes"),
         ("stream_options", {"other": True}),
@@ -124,6 +132,17 @@ def test_a_wrong_value_is_refused_by_its_name(sampler, param, value):
         options_of(sampler, **{param: value})
 
 
+def test_a_deep_value_of_an_unknown_parameter_is_refused(sampler):
+    content = '{"foo": ' + "[" * 900 + "]" * 900 + "}"
+    with refused("serve.parameter", param="foo"):
+        read_body(content.encode(), sampler, ["run"], check_room)
+
+
+def test_too_many_answers_are_refused_before_their_prompts_are_read(sampler):
+    with refused("serve.too_many"):
+        options_of(sampler, prompt=["half \ud83d"] * 600, n=2)
+
+
 def test_another_model_is_refused(sampler):
     with refused("serve.model"):
         options_of(sampler, model="gpt-4")
@@ -136,7 +155,7 @@ def test_another_model_is_refused(sampler):
 )
 def test_a_body_that_is_no_object_is_refused(sampler, content):
     with refused("serve.body"):
-        read_body(content, sampler, ["run"])
+        read_body(content, sampler, ["run"], check_room)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -205,6 +205,18 @@ def test_logits_that_are_not_finite_fail_one_request():
     assert good.listener.reasons and good.listener.error is None
 
 
+def test_scores_of_a_prompt_that_are_not_finite_fail_it():
+    model = build(variant("nope ABCD")).eval()
+    with torch.no_grad():
+        model.tok_embeddings.weight[39] = torch.nan
+    scored = request([5, 39, 6], 0, num_top=1, scores_prompt=True)
+    scheduler = scheduler_of(model)
+    scheduler.submit([scored])
+    run(scheduler)
+    assert scored.listener.error.code == "generate.logits_not_finite"
+    assert scored.listener.prompt is None
+
+
 @pytest.mark.parametrize("num_good_passes", [0, 1, 4])
 def test_what_a_pass_raises_fails_requests_but_not_the_scheduler(num_good_passes, monkeypatch):
     model = build(variant("rope ABCD gqa")).eval()
