@@ -138,7 +138,7 @@ def test_a_deep_value_of_an_unknown_parameter_is_refused(sampler):
         read_body(content.encode(), sampler, ["run"], check_room)
 
 
-def test_too_many_answers_are_refused_before_their_prompts_are_read(sampler):
+def test_too_many_answers_are_refused_before_they_are_read(sampler):
     with refused("serve.too_many"):
         options_of(sampler, prompt=["half \ud83d"] * 600, n=2)
 
