@@ -169,7 +169,7 @@ def test_200_requests_at_once_of_which_30_are_cancelled(served, sampler):
 
     texts = asyncio.run(ask_all())
     assert texts[:15] == [None] * 15
-    assert all(isinstance(text, asyncio.CancelledError) for text in texts[15:NUM_CANCELLED])
+    assert [type(text) for text in texts[15:NUM_CANCELLED]] == [asyncio.CancelledError] * 15
     for k in range(NUM_CANCELLED, 200):
         assert texts[k] == text_alone(sampler, **request_of(k)), k
     served.wait_until_idle()
