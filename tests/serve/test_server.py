@@ -163,13 +163,15 @@ def test_200_requests_at_once_of_which_30_are_cancelled(served, sampler):
             tasks = [asyncio.create_task(ask(client, k)) for k in range(200)]
             # others where they are: in the queue, or being generated
             await asyncio.sleep(0.5)
-            for task in tasks[15:NUM_CANCELLED]:
-                task.cancel()
+            # all but those that EOS has already ended
+            cancelled.extend(task for task in tasks[15:NUM_CANCELLED] if task.cancel())
             return await asyncio.gather(*tasks, return_exceptions=True)
 
+    cancelled = []
     texts = asyncio.run(ask_all())
     assert texts[:15] == [None] * 15
-    assert [type(text) for text in texts[15:NUM_CANCELLED]] == [asyncio.CancelledError] * 15
+    assert len(cancelled) > 5
+    assert all(task.cancelled() for task in cancelled)
     for k in range(NUM_CANCELLED, 200):
         assert texts[k] == text_alone(sampler, **request_of(k)), k
     served.wait_until_idle()
