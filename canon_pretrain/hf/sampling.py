@@ -251,7 +251,7 @@ class Sampler:
         """Return the nats of each of ids[1:] after all ids before it, from float32 logits."""
         if len(ids) < 2:
             return []
-        tokens_T = torch.tensor(ids, device=self.model.tok_embeddings.weight.device)
+        tokens_T = torch.tensor(ids, device=self.device)
         logits_TV = self.model(tokens_T[None, :-1])[0].float()
         return F.cross_entropy(logits_TV, tokens_T[1:], reduction="none").tolist()
 

@@ -135,25 +135,22 @@ class CanonMemory:
 
     def select_rows(self, rows_N: Tensor) -> "CanonMemory":
         """Return a new memory of these rows, in this order."""
-        selected = copy.copy(self)
-        selected._sums_PB1C = self._sums_PB1C[:, rows_N]
-        selected._step = None
-        return selected
+        return self._with(self._sums_PB1C[:, rows_N])
 
     @staticmethod
     def joined(memories: Sequence["CanonMemory"]) -> "CanonMemory":
         """Return a new memory of the rows of all `memories` of one site."""
-        joined = copy.copy(memories[0])
-        joined._sums_PB1C = torch.cat([memory._sums_PB1C for memory in memories], dim=1)
-        joined._step = None
-        return joined
+        return memories[0]._with(torch.cat([memory._sums_PB1C for memory in memories], dim=1))
 
     def snapshot(self) -> "CanonMemory":
         """Return a copy that later tokens do not change."""
-        copied = copy.copy(self)
-        copied._sums_PB1C = self._sums_PB1C.clone()
-        copied._step = None
-        return copied
+        return self._with(self._sums_PB1C.clone())
+
+    def _with(self, sums_PB1C: Tensor) -> "CanonMemory":
+        memory = copy.copy(self)
+        memory._sums_PB1C = sums_PB1C
+        memory._step = None
+        return memory
 
     def _read_one_by_one(self, x_BTC: Tensor, segments_BN: Tensor | None) -> Tensor:
         outputs = []
@@ -290,26 +287,23 @@ class DynamicMemory:
 
     def select_rows(self, rows_N: Tensor) -> "DynamicMemory":
         """Return a new memory of these rows, in this order."""
-        selected = DynamicMemory()
-        selected.windows = [window[rows_N] for window in self.windows]
-        selected._flat_weights = self._flat_weights
-        return selected
+        return self._with([window[rows_N] for window in self.windows])
 
     @staticmethod
     def joined(memories: Sequence["DynamicMemory"]) -> "DynamicMemory":
         """Return a new memory of the rows of all `memories` of one site."""
-        joined = DynamicMemory()
         by_part = zip(*(memory.windows for memory in memories), strict=True)
-        joined.windows = [torch.cat(windows) for windows in by_part]
-        joined._flat_weights = memories[0]._flat_weights
-        return joined
+        return memories[0]._with([torch.cat(windows) for windows in by_part])
 
     def snapshot(self) -> "DynamicMemory":
         """Return a copy that later tokens do not change."""
-        copied = DynamicMemory()
-        copied.windows = list(self.windows)  # later tokens replace the tensors
-        copied._flat_weights = self._flat_weights
-        return copied
+        return self._with(list(self.windows))  # later tokens replace the tensors
+
+    def _with(self, windows: list[Tensor]) -> "DynamicMemory":
+        memory = DynamicMemory()
+        memory.windows = windows
+        memory._flat_weights = self._flat_weights
+        return memory
 
 
 def _taps_of_heads(x_BKC: Tensor, z_B1R: Tensor, flat_weight: Tensor, num_heads: int) -> Tensor:

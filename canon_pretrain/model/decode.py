@@ -214,7 +214,7 @@ class _BatchDecoder:
 
         # the host waits here
         if finite_S and not torch.stack(finite_S).all():
-            raise UserError("generate.logits_not_finite", "the model's logits are not finite")
+            raise logits_not_finite()
         tokens = torch.stack(tokens_SB).tolist()
         if not self._has_logps:
             return [(tokens_B, [0.0] * len(tokens_B)) for tokens_B in tokens]
@@ -314,6 +314,11 @@ def sample_generator(item: int, number: int) -> torch.Generator:
     # torch keeps 32 bits of a seed: mix the others in
     # (0x9E3779B1 is 2^32 over the golden ratio, as in multiplicative hashing)
     return torch.Generator().manual_seed((seed ^ (seed >> 32) * 0x9E3779B1) & 0xFFFFFFFF)
+
+
+def logits_not_finite() -> UserError:
+    """Return the error of logits from which no token can be chosen."""
+    return UserError("generate.logits_not_finite", "the model's logits are not finite")
 
 
 def sample(logits_BV: Tensor, draws_B: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:

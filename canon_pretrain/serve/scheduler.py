@@ -23,7 +23,7 @@ from torch import Tensor
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.machine.device import to_device
 from canon_pretrain.model.cache import Cache
-from canon_pretrain.model.decode import Sampling, sample, sample_generator
+from canon_pretrain.model.decode import Sampling, logits_not_finite, sample, sample_generator
 from canon_pretrain.model.row_cache import RowCache
 from canon_pretrain.model.transformer import Transformer
 
@@ -353,7 +353,7 @@ class Scheduler:
             num_top = request.num_top or 0
             scored = self._scored(logits_BTV[0, : len(targets)], targets, num_top)
             if any(token.logp is None or math.isnan(token.logp) for token in scored):
-                raise _not_finite()
+                raise logits_not_finite()
             reading.scored += scored
 
     def _begin_answers(self, reading: _Reading) -> None:
@@ -408,7 +408,7 @@ class Scheduler:
                 continue
             if token is None:
                 row.request.is_cancelled = True
-                listener.on_error(_not_finite())
+                listener.on_error(logits_not_finite())
                 is_live.append(False)
                 continue
 
@@ -497,10 +497,6 @@ class Scheduler:
         self._count_waiting(-sum(request.num_answers for request in waiting))
         self._fail_running(error)
         _fail(waiting, error)
-
-
-def _not_finite() -> UserError:
-    return UserError("generate.logits_not_finite", "the model's logits are not finite")
 
 
 def _fail(requests: Sequence[Request], error: Exception) -> None:
