@@ -57,6 +57,18 @@ def command_error(capture: Any, command: Callable[..., object], *arguments: obje
     return code
 
 
+def selected(request: pytest.FixtureRequest, parameter: str) -> list[Any]:
+    """Return a parameter's values in the selected tests of the file that use this fixture."""
+    values = []
+    for test in request.session.items:
+        assert isinstance(test, pytest.Function)
+        if test.path == request.path and request.fixturename in test.fixturenames:
+            parameters = test.callspec.params if hasattr(test, "callspec") else {}
+            if parameter in parameters:
+                values.append(parameters[parameter])
+    return values
+
+
 def wait_until(condition: Callable[[], bool], timeout_s: float = HANGS_AFTER_S) -> None:
     """Poll until `condition()` is true."""
     deadline = time.monotonic() + timeout_s

@@ -88,7 +88,7 @@ def test_all_continues_after_failures(run, monkeypatch, tmp_path):
     assert {name for name, result in results.items() if "error" in result} == faults.keys()
 
 
-@pytest.mark.system
+@pytest.mark.long
 @pytest.mark.filterwarnings(*TORCHTITANS)
 def test_generate_and_trainer_run(run):
     options = "--flavor debug --prompt-tokens 8 --new-tokens 4 --pairs 1"

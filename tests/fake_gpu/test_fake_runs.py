@@ -33,7 +33,9 @@ CASES = {
     ),
 }
 
-QUICK = ("nope_canon", "experts")
+TIERS = dict.fromkeys(CASES, pytest.mark.system)
+TIERS |= {"nope_canon": (), "experts": ()}
+TIERS |= dict.fromkeys(("gated_deltanet", "mamba2", "replicas"), pytest.mark.long)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +54,7 @@ def arguments_of(case):
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.system) for name in CASES],
+    [pytest.param(name, marks=TIERS[name]) for name in CASES],
 )
 def test_a_config_runs_without_waits(case, runs, capsys):
     arguments, world_size = arguments_of(case)

@@ -40,6 +40,7 @@ from tests.hf_models import (
     padded,
     wrapped_model,
 )
+from tests.support import selected
 from tests.variants import PATTERNS, VARIANTS, build, every_variant, random_tokens
 
 TRAINED = [
@@ -492,13 +493,13 @@ Path("answer.json").write_text(json.dumps(answers))
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory):
-    """What a process without this package finds in the exports of all variants."""
+def answers(request, tmp_path_factory):
+    """What a process without this package finds in the exports of the selected variants."""
     base = tmp_path_factory.mktemp("exports")
     folders = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
-        for number, name in enumerate(EXPORTED):
+        for number, name in enumerate(selected(request, "name")):
             model = build(args_of(name)).eval()
             folder = base / f"v{number}"
             folders[name] = str(export_model(folder, model))
@@ -514,8 +515,14 @@ def answers(tmp_path_factory):
     return json.loads((base / "answer.json").read_text())
 
 
-@pytest.mark.system  # starts a process that imports transformers
-@pytest.mark.parametrize("name", EXPORTED)
+# every fifth one in the system tier: exports of all are loaded in this process by other tests
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.system if k % 5 == 4 else pytest.mark.long)
+        for k, name in enumerate(EXPORTED)
+    ],
+)
 def test_a_variant_is_loaded_without_this_package(name, answers):
     args = args_of(name)
     plain = plain_fields(args) or {"architectures": ["LlamaCanonForCausalLM"]}

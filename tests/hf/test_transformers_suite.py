@@ -11,13 +11,14 @@ import pytest
 import transformers
 
 SUITE = Path(__file__).with_name("transformers_suite.py")
-CLASSES = (
+CLASSES = [
     "AttentionCanonTest",
-    "GLATest",
-    "Mamba2CanonTest",
     "GatedDeltaNetTest",
     "MoECapacityTest",
-)
+    # half a minute each
+    pytest.param("GLATest", marks=pytest.mark.long),
+    pytest.param("Mamba2CanonTest", marks=pytest.mark.long),
+]
 ACCEPTED = {
     "test_generation_tester_mixin_inheritance": (
         "transformers' generation tests are not in its sdist; generation is tested by "

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from tests.support import ROOT
+from tests.support import ROOT, selected
 from tests.triton_cases import CASES
 
 
@@ -32,8 +32,7 @@ def _run(module, out, *arguments, **environment):
 def results(request, tmp_path_factory):
     """The errors of the selected cases, all run in one process."""
     out = tmp_path_factory.mktemp("triton") / "results.json"
-    tests = [item for item in request.session.items if item.path == request.path]
-    names = [item.callspec.params["name"] for item in tests if "name" in item.callspec.params]
+    names = selected(request, "name")
     return _run("tests.triton_cases", out, *names, TRITON_INTERPRET="1")
 
 
@@ -85,7 +84,7 @@ def test_every_launch_asks_for_fused_multiply_adds(site, monkeypatch):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("capability", ["90", "80"])
+@pytest.mark.parametrize("capability", ["90", pytest.param("80", marks=pytest.mark.long)])
 def test_kernels_compile_without_spills_and_atomics(tmp_path, capability):
     compiled = _run(
         "tests.triton_compiled",

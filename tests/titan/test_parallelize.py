@@ -43,8 +43,8 @@ from canon_pretrain.titan.parallelize import (
 from canon_pretrain.titan.spec import head_loss
 from tests.flash_packages import flash_attn_package, flash_impl
 from tests.ranks import events, launch
-from tests.support import ROOT, debug_run, refused
-from tests.variants import VARIANTS, random_tokens, variant
+from tests.support import ROOT, debug_run, refused, selected
+from tests.variants import SOME_VARIANTS, VARIANTS, random_tokens, variant
 
 CPU = torch.device("cpu")
 CODE = {"kernels/triton/rows.py": "1", "model/canon.py": "2", "titan/trainer.py": "3"}
@@ -502,6 +502,10 @@ PLANS: dict[str, dict[str, Any]] = {
 # one chunk, several, and whole logits; each variant takes one in turn
 LOSSES = [Loss(), Z_LOSS, Loss(squared_loss=0.01, chunk_tokens=16), Loss(chunk_tokens=0)]
 PLANNED = variant("h_alibi ABCD tied cst documents")
+SHARDED = [
+    pytest.param(name, marks=pytest.mark.system if name in SOME_VARIANTS else pytest.mark.long)
+    for name in VARIANTS
+]
 
 
 def loss_of(variant_name):
@@ -523,7 +527,7 @@ def _job(keys):
     return job
 
 
-def _on_rank(rank, folder):
+def _on_rank(rank, folder, variants):
     """Initialize and train over the first n of 4 gloo ranks; each rank saves its part."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # use the CPU on machines with GPUs too
     torch.set_num_threads(1)
@@ -542,7 +546,7 @@ def _on_rank(rank, folder):
     if rank < 2:
         mesh = DeviceMesh("cpu", torch.arange(2), mesh_dim_names=("fsdp",))
         _save_plans(rank, mesh, folder)
-        _save_variants(rank, mesh, folder)
+        _save_variants(rank, mesh, folder, variants)
     dist.destroy_process_group()
 
 
@@ -609,18 +613,19 @@ def _save_plans(rank, mesh, folder):
     torch.save(steps, folder / f"plans-{rank}.pt")
 
 
-def _save_variants(rank, mesh, folder):
+def _save_variants(rank, mesh, folder, variants):
     steps = {}
-    for name, args in VARIANTS.items():
-        model = _sharded(args, mesh)
-        steps[name] = sharded_steps(model, args, loss_of(name), rank, 2, rounds=1)
+    for name in variants:
+        model = _sharded(VARIANTS[name], mesh)
+        steps[name] = sharded_steps(model, VARIANTS[name], loss_of(name), rank, 2, rounds=1)
     torch.save(steps, folder / f"variants-{rank}.pt")
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    mp.start_processes(_on_rank, (folder,), nprocs=4, start_method="forkserver")
+    variants = selected(request, "name")
+    mp.start_processes(_on_rank, (folder, variants), nprocs=4, start_method="forkserver")
     return folder
 
 
@@ -693,8 +698,7 @@ def test_plans_to_save_memory_change_no_number(results, plan):
     assert_equal_steps(parts, whole_steps(_planned(plan), Loss()))
 
 
-@pytest.mark.system
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", SHARDED)
 def test_a_sharded_variant_takes_the_unsharded_steps(results, name):
     whole = whole_steps(VARIANTS[name], loss_of(name))
     parts = [part[name] for part in parts_of(results, "variants", 2)]
