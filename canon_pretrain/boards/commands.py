@@ -32,8 +32,8 @@ from canon_pretrain.boards.plan import (
     read_plan,
 )
 from canon_pretrain.boards.price import board_price, price_lines
-from canon_pretrain.boards.stops import RACE, read_race
-from canon_pretrain.cluster.planned import Promises, num_steps, planned_values
+from canon_pretrain.boards.stops import FIRST_SEEDS, RACE, read_race
+from canon_pretrain.cluster.planned import Promises, num_steps, planned_values, validation_freq
 from canon_pretrain.cluster.sweep import (
     Row,
     Sweep,
@@ -201,7 +201,16 @@ def race_entries(board: Board, sweep: Sweep) -> "list[Entry]":
     entries = []
     for (setting, size), runs_by_arm in races.items():
         num_seeds = max(len(runs) for runs in runs_by_arm.values())
-        steps = num_steps(planned_values(Path(configs[setting])))
+        values = planned_values(Path(configs[setting]))
+        stages = race_stages(num_seeds, num_steps(values))
+        freq = validation_freq(values)
+        if num_seeds > FIRST_SEEDS and freq > stages[0].step:
+            print(
+                f"warning: {setting}: validation.freq = {freq}, and the race first stops arms at "
+                f"step {stages[0].step}: the scores of other seeds, which could take that back, "
+                f"are not measured so early. Set it to at most {stages[0].step}"
+            )
+
         cell_claims = []
         grid_arms = set()
         for claim in board.claims_on(setting):
@@ -212,7 +221,7 @@ def race_entries(board: Board, sweep: Sweep) -> "list[Entry]":
                 grid_arms |= {arm for cell in cells for arm in (cell.better, cell.worse)}
         race = Race(
             task=setting,
-            stages=race_stages(num_seeds, steps),
+            stages=stages,
             num_races=len(races),
             claims=cell_claims,
             grid_arms=grid_arms,

@@ -131,6 +131,11 @@ def num_steps(values: Values) -> int:
     return int(_section("training", values)["steps"])
 
 
+def validation_freq(values: Values) -> int:
+    """Return validation.freq of values that were checked: steps between validations."""
+    return int(_section("validation", values)["freq"])
+
+
 def _section(name: str, values: Values) -> dict[str, Any]:
     """Return a section's values, with the trainer's defaults for the others."""
     defaults = asdict(getattr(Sections(), name))

@@ -451,6 +451,22 @@ def test_a_claim_that_was_written_into_a_plan_is_an_error(tmp_path, capsys):
     assert command_error(capsys, main, words) == "board.claims_changed"
 
 
+@pytest.mark.parametrize(("freq", "seeds"), [(2, "0, 1, 2, 3"), (3, "0, 1, 2, 3"), (3, "0, 1, 2")])
+def test_a_race_warns_of_stops_that_it_could_not_take_back(freq, seeds, tmp_path, capsys):
+    """Further seeds must validate at its first stage: here step 2 of 5."""
+    text = TEXT.replace("[0, 3]", f"[{seeds}]").replace(
+        " = 5, ", f' = 5, "validation.freq" = {freq}, '
+    )
+    plan(tmp_path, text)
+
+    race_entries(*read_plan(tmp_path / "out"))
+
+    warnings = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
+    expected = ["copy/n8", "copy/n4"] if (freq, seeds) == (3, "0, 1, 2, 3") else []
+    assert [warning.split(": ")[1] for warning in warnings] == expected
+    assert all("at most 2" in warning for warning in warnings)
+
+
 def test_a_race_does_not_look_at_runs_of_another_plan(tmp_path):
     out = tmp_path / "out"
     sweep = trained(tmp_path, TEXT.replace("[0, 3]", "[0, 1, 2]"))
