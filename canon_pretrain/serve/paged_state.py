@@ -8,11 +8,15 @@ other; no tokens have no page, and a page without tokens before may hold anythin
 A layer's state is gathered once before the layer and written back once after it (`LayerState`). The
 modules of model/ read it through their cache (`PagedCache`).
 
-Shapes: N new tokens of all sequences, R sequences, P = K - 1 earlier inputs, K taps, C channels of a
-site, S channels of all sites of a layer.
+A recurrent mixer has a state of its own next to it. It reads sequences of one length as rows: all
+those with a single token together, then every other one alone (`BySequence`).
+
+Shapes: N new tokens of all sequences, R sequences, T tokens of each in a group of sequences of one
+length, P = K - 1 earlier inputs, K taps, C channels of a site, S channels of all sites of a layer,
+D hidden.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Self
 
@@ -21,8 +25,23 @@ from torch import Tensor, nn
 
 from canon_pretrain.kernels.compiled import Segments, join
 from canon_pretrain.kernels.decode_step import CanonMemory, Parts
-from canon_pretrain.model.cache import LayerCache
+from canon_pretrain.model.cache import Context, LayerCache
 from canon_pretrain.model.canon import CausalFilter
+
+
+class Group(NamedTuple):
+    """Neighboring sequences of the batch that have the same number of new tokens."""
+
+    rows: slice
+    """The sequences."""
+    tokens: slice
+    """Their tokens in the batch."""
+    is_first: bool
+    """Whether none of them has tokens before these."""
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows.stop - self.rows.start
 
 
 class Batch(NamedTuple):
@@ -82,6 +101,14 @@ class Batch(NamedTuple):
         return cls(pages_R.long(), is_first_R, before_PN, last_RP)
 
     @classmethod
+    def of_rows(
+        cls, num_rows: int, num_tokens: int, reach: int, pages_R: Tensor, is_first_R: Tensor
+    ) -> Self:
+        """Return the batch of sequences with `num_tokens` new tokens each."""
+        starts_X = torch.arange(num_rows + 1, device=pages_R.device) * num_tokens
+        return cls.of(starts_X, pages_R, is_first_R, num_rows * num_tokens, reach)
+
+    @classmethod
     def of_one_sequence(cls, num_tokens: int, reach: int, device: torch.device) -> Self:
         """Return the batch of a whole sequence, which is written to no page."""
         starts_X = torch.tensor([0, num_tokens], device=device)
@@ -100,6 +127,7 @@ class LayerState:
         self.num_channels = num_channels
         self.reach = reach
         self._batch: Batch | None = None
+        self._rows = slice(None)
         # [R, P, S], before and after the tokens of the batch
         self._before = torch.empty(0)
         self._after = torch.empty(0)
@@ -125,6 +153,24 @@ class LayerState:
             pages[batch.pages_R] = self._after
         self._batch = None
 
+    @contextmanager
+    def reading_group(self, group: Group) -> Iterator[None]:
+        """Within `reading`: read the tokens of these sequences only."""
+        whole = self._batch
+        assert whole is not None
+        self._rows = group.rows
+        num_tokens = (group.tokens.stop - group.tokens.start) // group.num_rows
+        self._batch = Batch.of_rows(
+            group.num_rows,
+            num_tokens,
+            self.reach,
+            whole.pages_R[group.rows],
+            whole.is_first_R[group.rows],
+        )
+        yield
+        self._rows = slice(None)
+        self._batch = whole
+
     def mixed(self, x_NC: Tensor, taps_KC: Tensor, first_channel: int) -> Tensor:
         """Return the sum over the taps, in their dtype, [N, C]; keep the last inputs of the site.
 
@@ -133,9 +179,9 @@ class LayerState:
         batch = self._batch
         assert batch is not None
         channels = slice(first_channel, first_channel + x_NC.shape[1])
-        earlier = self._before[..., channels].flatten(0, 1).to(x_NC.dtype)
+        earlier = self._before[self._rows, :, channels].flatten(0, 1).to(x_NC.dtype)
         history = torch.cat((earlier, x_NC))
-        self._after[..., channels] = history[batch.last_RP]
+        self._after[self._rows, :, channels] = history[batch.last_RP].to(self._after.dtype)
 
         y_NC = x_NC * taps_KC[0]
         for before_N, tap_C in zip(batch.before_PN, taps_KC[1:], strict=True):
@@ -156,14 +202,14 @@ class SiteMemory(CanonMemory):
     def read(
         self, parts: Parts, weight_C1K: Tensor, segments_BN: Segments = None, backend: str = "auto"
     ) -> Parts:
-        """Return the outputs of the batch's tokens, [1, N, C] each."""
+        """Return the outputs of the tokens, [1, N, C] each; of a group, [R, T, C]."""
         assert segments_BN is None
-        x_1NC = join(parts, dim=-1)
+        x_BTC = join(parts, dim=-1)
         if self._taps_KC is None:
-            self._taps_KC = self._taps(weight_C1K, x_1NC)[:, 0, 0]
-        y_NC = self._state.mixed(x_1NC[0], self._taps_KC, self._first_channel)
-        y_1NC = self._activated(y_NC[None], x_1NC)
-        return y_1NC.split([part.shape[-1] for part in parts], dim=-1)
+            self._taps_KC = self._taps(weight_C1K, x_BTC)[:, 0, 0]
+        y_NC = self._state.mixed(x_BTC.flatten(0, 1), self._taps_KC, self._first_channel)
+        y_BTC = self._activated(y_NC.view(x_BTC.shape), x_BTC)
+        return y_BTC.split([part.shape[-1] for part in parts], dim=-1)
 
 
 class PagedCache(LayerCache):
@@ -182,6 +228,9 @@ class PagedCache(LayerCache):
             self.canon[canon.site] = SiteMemory(canon, self.state, first_channel)
             first_channel += _num_channels(canon)
         self.positions_1N = torch.empty(0)
+        # of a recurrent mixer: the sequences in groups, and the state of each one, [R, ..]
+        self.groups: Sequence[Group] = ()
+        self.recurrent_R = torch.empty(0)
 
     @property
     def next_position(self) -> Tensor:
@@ -191,6 +240,33 @@ class PagedCache(LayerCache):
     def append(self, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, Tensor]:
         """Return the new keys and values, which the server's attention appends."""
         return k_BTGK, v_BTGK
+
+
+class BySequence(nn.Module):
+    """A recurrent mixer for tokens of many sequences in one row."""
+
+    def __init__(self, mixer: nn.Module) -> None:
+        super().__init__()
+        self.mixer = mixer
+        self.readers: int = mixer.readers  # type: ignore[assignment]
+
+    def forward(self, x_1ND: Tensor, context: Context) -> Tensor:
+        """Return what is added to the residual stream, [1, N, D]."""
+        cache = context.cache
+        assert isinstance(cache, PagedCache)
+        y_1ND = torch.zeros_like(x_1ND)
+        for group in cache.groups:
+            # a state that starts empty is not in the cache
+            cache.states = {}
+            if not group.is_first:
+                cache.states["state"] = cache.recurrent_R[group.rows]
+
+            x_RTD = x_1ND[0, group.tokens].unflatten(0, (group.num_rows, -1))
+            with cache.state.reading_group(group):
+                y_RTD = self.mixer(x_RTD, context)
+            y_1ND[0, group.tokens] = y_RTD.flatten(0, 1)
+            cache.recurrent_R[group.rows] = cache.states["state"]
+        return y_1ND
 
 
 def causal_filters(block: nn.Module) -> Iterable[CausalFilter]:

@@ -9,7 +9,9 @@ Needs vLLM, which is not a dependency of this package: vllm_plugin.py names this
 Shapes: N new tokens of all requests, D hidden, V vocabulary, H heads, G key-value heads, K head dim.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -26,14 +28,15 @@ from vllm.model_executor.layers.mamba.mamba_utils import (
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.attention.selector import get_mamba_attn_backend
 
-from canon_pretrain.hf.config import HUGGINGFACE, layout, name_to_ours, to_args
+from canon_pretrain.hf.config import HUGGINGFACE, layout, name_to_ours
 from canon_pretrain.hf.reading import interleave_orders
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.cache import Context
 from canon_pretrain.model.transformer import Transformer, input_of_blocks
-from canon_pretrain.serve.paged_state import Batch, PagedCache
-from canon_pretrain.serve.vllm_plugin import check_served, state_shape
+from canon_pretrain.serve.paged_state import Batch, BySequence, Group, PagedCache
+from canon_pretrain.serve.vllm_plugin import args_of, check_options, check_served, state_shapes
 
 
 class CanonForCausalLM(nn.Module, HasInnerState, IsHybrid):
@@ -48,12 +51,17 @@ class CanonForCausalLM(nn.Module, HasInnerState, IsHybrid):
         # The server's layers next to ours: attention, and the pages of Canon's state.
         self.caches: list[PagedCache] = []
         self.states = nn.ModuleList()
+        self.parameters_by_name = dict(self.transformer.named_parameters())
+        self.parameters_by_name |= dict(self.transformer.named_buffers())
         blocks: Iterable[Any] = self.transformer.layers.values()
         for i, (block, kind) in enumerate(zip(blocks, args.layer_args, strict=True)):
             place = f"{prefix}.layers.{i}" if prefix else f"layers.{i}"
-            block.attention.attend = PagedAttention(kind, vllm_config, f"{place}.attention")
             self.caches.append(PagedCache(block, kind.canon_kernel - 1))
-            self.states.append(CanonState(kind, vllm_config, f"{place}.canon"))
+            self.states.append(LayerPages(kind, vllm_config, f"{place}.canon"))
+            if kind.recurrent is None:
+                block.attention.attend = PagedAttention(kind, vllm_config, f"{place}.attention")
+            else:
+                block.attention = BySequence(block.attention)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         return self.transformer.tok_embeddings(input_ids)
@@ -73,24 +81,22 @@ class CanonForCausalLM(nn.Module, HasInnerState, IsHybrid):
         h_1ND = inputs_embeds[None]
         positions_1N = positions[None]
 
-        batches: dict[int, Batch] = {}
+        # layers whose pages have the same numbers share the indices
+        batches: dict[tuple[int, int], Batch] = {}
         h_1ND = input_of_blocks(h_1ND, self.transformer.embed_norm, None, Context())
         blocks = self.transformer.layers.values()
         for block, cache, state in zip(blocks, self.caches, self.states, strict=True):
             cache.positions_1N = positions_1N
-            context = Context(cache=cache)
-            if not cache.canon:
-                h_1ND = block(h_1ND, context)
+            if not state.shapes:
+                h_1ND = block(h_1ND, Context(cache=cache))
                 continue
 
-            # layers whose pages have the same numbers share the indices
             metadata = state.metadata()
-            if id(metadata) not in batches:
-                batches[id(metadata)] = batch_of(metadata, h_1ND, cache.state.reach)
-            pages = None if metadata is None else state.kv_cache[0]
-            batch = batches[id(metadata)]
-            with cache.state.reading(batch, pages, h_1ND.dtype, h_1ND.device):
-                h_1ND = block(h_1ND, context)
+            key = id(metadata), cache.state.reach
+            if key not in batches:
+                batches[key] = batch_of(metadata, h_1ND, cache.state.reach)
+            with state.reading(cache, metadata, batches[key], h_1ND):
+                h_1ND = block(h_1ND, Context(cache=cache))
         return self.transformer.norm(h_1ND)[0]
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
@@ -104,8 +110,7 @@ class CanonForCausalLM(nn.Module, HasInnerState, IsHybrid):
         if self.layout == HUGGINGFACE:
             orders = interleave_orders(args)
 
-        tensors = dict(self.transformer.named_parameters())
-        tensors |= dict(self.transformer.named_buffers())
+        names = {id(parameter): name for name, parameter in self.named_parameters()}
         loaded = set()
         for hf_name, weight in weights:
             name = name_to_ours(hf_name)
@@ -113,27 +118,25 @@ class CanonForCausalLM(nn.Module, HasInnerState, IsHybrid):
                 continue
             if name in orders:
                 weight = weight[orders[name]]
-            default_weight_loader(tensors[name], weight)
-            loaded.add(f"transformer.{name}")
+            parameter = self.parameters_by_name[name]
+            default_weight_loader(parameter, weight)
+            loaded.add(names.get(id(parameter), name))
         return loaded
 
     # -- the size of the state, for vLLM's plan of the memory --
 
     @classmethod
-    def get_mamba_state_shape_from_config(
-        cls, vllm_config: VllmConfig
-    ) -> tuple[tuple[int, int], ...]:
-        """Return the shape of the largest state of a layer."""
-        shapes = [state_shape(kind) for kind in served_args(vllm_config).kinds.values()]
-        return (max(shapes, key=lambda shape: shape[0] * shape[1]),)
+    def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[Any, ...]:
+        """Return the shapes of the largest state of a layer."""
+        return tuple(state_shapes(_largest_kind(vllm_config)))
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
-        return state_dtypes(vllm_config)
+        return state_dtypes(_largest_kind(vllm_config), vllm_config)
 
     @classmethod
-    def get_mamba_state_copy_func(cls) -> Any:
-        return MambaStateCopyFuncCalculator.short_conv_state_copy_func()
+    def get_mamba_state_copy_funcs(cls, mamba_types: set[Any]) -> dict[Any, Any]:
+        return {mamba_type: COPY_FUNCTIONS[mamba_type] for mamba_type in mamba_types}
 
 
 class PagedAttention(nn.Module):
@@ -157,16 +160,17 @@ class PagedAttention(nn.Module):
         return self.attention(q, k, v).view_as(q_1NHK)
 
 
-class CanonState(nn.Module, MambaBase):
-    """The pages of a layer's state, for vLLM those of a short convolution of all its sites."""
+class LayerPages(nn.Module, MambaBase):
+    """The pages of a layer's states; for vLLM those of a short convolution, or a Mamba layer."""
 
     def __init__(self, kind: ModelArgs, vllm_config: VllmConfig, place: str) -> None:
         super().__init__()
         self.place = place
-        self.shape = state_shape(kind)
-        self.dtypes = state_dtypes(vllm_config)
-        self.kv_cache = (torch.empty(0),)
-        if not kind.canon_set:
+        self.shapes = state_shapes(kind)
+        self.dtypes = state_dtypes(kind, vllm_config)
+        self.is_recurrent = kind.recurrent is not None
+        self.kv_cache = ()
+        if not self.shapes:
             return
 
         # vLLM finds the layers that have pages here
@@ -180,15 +184,75 @@ class CanonState(nn.Module, MambaBase):
         metadata = get_forward_context().attn_metadata
         return None if metadata is None else metadata[self.place]
 
-    def get_state_shape(self) -> tuple[tuple[int, int], ...]:
-        return (self.shape,)
+    @contextmanager
+    def reading(
+        self, cache: PagedCache, metadata: Any, batch: Batch, h_1ND: Tensor
+    ) -> Iterator[None]:
+        """Let the block read its states from the pages, and write them back."""
+        pages = list(self.kv_cache) if metadata is not None else [None] * len(self.shapes)
+        recurrent_pages = pages.pop() if self.is_recurrent else None
+        if self.is_recurrent:
+            cache.groups = groups_of(metadata, h_1ND.shape[1])
+            if recurrent_pages is None:
+                shape = (len(batch.is_first_R), *self.shapes[-1])
+                cache.recurrent_R = h_1ND.new_zeros(shape, dtype=self.dtypes[-1])
+            else:
+                cache.recurrent_R = recurrent_pages[batch.pages_R]
+
+        conv_pages = pages[0] if pages else None
+        with cache.state.reading(batch, conv_pages, h_1ND.dtype, h_1ND.device):
+            yield
+        if recurrent_pages is not None:
+            recurrent_pages[batch.pages_R] = cache.recurrent_R
+
+    def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(self.shapes)
 
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
         return self.dtypes
 
     @property
     def mamba_type(self) -> MambaAttentionBackendEnum:
-        return MambaAttentionBackendEnum.SHORT_CONV
+        """The type by which vLLM chooses how to copy states."""
+        if not self.is_recurrent:
+            return MambaAttentionBackendEnum.SHORT_CONV
+        if len(self.shapes) == 1:
+            return MambaAttentionBackendEnum.LINEAR
+        return MambaAttentionBackendEnum.MAMBA2
+
+    def get_attn_backend(self) -> Any:
+        # whose description of a batch is that of all, without what kernels of Mamba need
+        return get_mamba_attn_backend(MambaAttentionBackendEnum.SHORT_CONV)
+
+
+COPY_FUNCTIONS = {
+    MambaAttentionBackendEnum.SHORT_CONV: MambaStateCopyFuncCalculator.short_conv_state_copy_func(),
+    MambaAttentionBackendEnum.MAMBA2: MambaStateCopyFuncCalculator.mamba2_state_copy_func(),
+    MambaAttentionBackendEnum.LINEAR: (
+        MambaStateCopyFuncCalculator.linear_attention_state_copy_func()
+    ),
+}
+"""How vLLM copies each state of a layer to another page."""
+
+
+def groups_of(metadata: Any, num_tokens: int) -> list[Group]:
+    """Return the requests with one token as a group, then every other request."""
+    if metadata is None:
+        return [Group(slice(0, 1), slice(0, num_tokens), is_first=True)]
+
+    num_single = metadata.num_decodes
+    groups = []
+    if num_single:
+        groups.append(Group(slice(0, num_single), slice(0, num_single), is_first=False))
+    if metadata.num_prefills:
+        # the sizes of groups are needed by the host
+        bounds = metadata.query_start_loc_p.tolist()
+        has_state = metadata.has_initial_states_p.tolist()
+        for i in range(metadata.num_prefills):
+            row = num_single + i
+            tokens = slice(num_single + bounds[i], num_single + bounds[i + 1])
+            groups.append(Group(slice(row, row + 1), tokens, is_first=not has_state[i]))
+    return groups
 
 
 def batch_of(metadata: Any, h_1ND: Tensor, reach: int) -> Batch:
@@ -213,14 +277,32 @@ def batch_of(metadata: Any, h_1ND: Tensor, reach: int) -> Batch:
 
 def served_args(vllm_config: VllmConfig) -> ModelArgs:
     """Return the model of the export, as long as it is served. Raises UserError if it can't be."""
-    fields = vllm_config.model_config.hf_config.to_dict()
-    args = to_args(fields)
+    args = args_of(vllm_config.model_config.hf_config)
+    check_options(vllm_config)
     check_served(args)
     return replace(args, max_seq_len=vllm_config.model_config.max_model_len)
 
 
-def state_dtypes(vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
-    """Return the dtype of the state: the inputs' own, unless --mamba-cache-dtype sets another."""
-    return MambaStateDtypeCalculator.short_conv_state_dtype(
-        vllm_config.model_config.dtype, vllm_config.cache_config.mamba_cache_dtype
-    )
+def state_dtypes(kind: ModelArgs, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
+    """Return the dtypes of `state_shapes`.
+
+    The inputs of convolutions have the model's, unless --mamba-cache-dtype sets another. A
+    recurrence has that of its sums, float32.
+    """
+    dtypes = [torch.float32 for _ in state_shapes(kind)]
+    if kind.canon_set or kind.mixer_conv:
+        (dtypes[0],) = MambaStateDtypeCalculator.short_conv_state_dtype(
+            vllm_config.model_config.dtype, vllm_config.cache_config.mamba_cache_dtype
+        )
+    return tuple(dtypes)
+
+
+def _largest_kind(vllm_config: VllmConfig) -> ModelArgs:
+    """Return the kind of layers with the largest states."""
+
+    def num_bytes(kind: ModelArgs) -> int:
+        dtypes = state_dtypes(kind, vllm_config)
+        sizes = zip(state_shapes(kind), dtypes, strict=True)
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in sizes)
+
+    return max(served_args(vllm_config).kinds.values(), key=num_bytes)
