@@ -1,4 +1,4 @@
-"""Canon's state in the pages of a server such as vLLM: one state of all sites per layer and sequence.
+"""Canon's state in the pages of a server such as vLLM: one of all sites per layer and sequence.
 
 The server passes the new tokens of all its sequences as one row, one sequence after another: the
 next token of some, a part of the prompt of others. Of each sequence and layer it keeps a page of

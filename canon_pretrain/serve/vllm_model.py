@@ -6,7 +6,8 @@ one state of all sites. vLLM assigns pages, and copies them for prefix caching.
 
 Needs vLLM, which is not a dependency of this package: vllm_plugin.py names this module.
 
-Shapes: N new tokens of all requests, D hidden, V vocabulary, H heads, G key-value heads, K head dim.
+Shapes: N new tokens of all requests, D hidden, V vocabulary, H heads, G key-value heads, K head
+dim.
 """
 
 import math

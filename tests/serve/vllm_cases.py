@@ -1,6 +1,6 @@
-"""Run by the Python of vLLM: generate for each case of a JSON list, and write what it answers.
+"""Run by the Python of vLLM: generate for each case of a JSON list; append a line per answer.
 
-    python vllm_cases.py CASES.json ANSWERS.json
+    python vllm_cases.py CASES.json ANSWERS.jsonl
 
 A case has the `options` of vllm.LLM, `prompts` (ids), `num_new` tokens for each, and `rounds`.
 """
@@ -16,13 +16,14 @@ COUNTER = "vllm:num_preemptions"
 
 
 def main(cases_path: Path, answers_path: Path) -> None:
-    answers = []
     for case in json.loads(cases_path.read_text()):
         try:
-            answers.append(answer(**case))
+            answered = answer(**case)
         except Exception as error:
-            answers.append({"error": str(error), "code": getattr(error, "code", None)})
-    answers_path.write_text(json.dumps(answers))
+            answered = {"error": f"{type(error).__name__}: {error}"}
+            answered["code"] = getattr(error, "code", None)
+        with open(answers_path, "a") as file:
+            file.write(json.dumps(answered) + "\n")
 
 
 def answer(options, prompts, num_new, rounds):
