@@ -51,14 +51,16 @@ class CanonForCausalLM(nn.Module, HasInnerState, IsHybrid):
 
         # The server's layers next to ours: attention, and the pages of Canon's state.
         self.caches: list[PagedCache] = []
-        self.states = nn.ModuleList()
-        self.parameters_by_name = dict(self.transformer.named_parameters())
-        self.parameters_by_name |= dict(self.transformer.named_buffers())
+        self.pages: list[LayerPages] = []
+        # before mixers get a wrapper, and with it other names
+        self.tensors: dict[str, Tensor] = {}
+        self.tensors |= dict(self.transformer.named_parameters())
+        self.tensors |= dict(self.transformer.named_buffers())
         blocks: Iterable[Any] = self.transformer.layers.values()
         for i, (block, kind) in enumerate(zip(blocks, args.layer_args, strict=True)):
             place = f"{prefix}.layers.{i}" if prefix else f"layers.{i}"
             self.caches.append(PagedCache(block, kind.canon_kernel - 1))
-            self.states.append(LayerPages(kind, vllm_config, f"{place}.canon"))
+            self.pages.append(LayerPages(kind, vllm_config, f"{place}.canon"))
             if kind.recurrent is None:
                 block.attention.attend = PagedAttention(kind, vllm_config, f"{place}.attention")
             else:
@@ -86,17 +88,17 @@ class CanonForCausalLM(nn.Module, HasInnerState, IsHybrid):
         batches: dict[tuple[int, int], Batch] = {}
         h_1ND = input_of_blocks(h_1ND, self.transformer.embed_norm, None, Context())
         blocks = self.transformer.layers.values()
-        for block, cache, state in zip(blocks, self.caches, self.states, strict=True):
+        for block, cache, pages in zip(blocks, self.caches, self.pages, strict=True):
             cache.positions_1N = positions_1N
-            if not state.shapes:
+            if not pages.shapes:
                 h_1ND = block(h_1ND, Context(cache=cache))
                 continue
 
-            metadata = state.metadata()
+            metadata = pages.metadata()
             key = id(metadata), cache.state.reach
             if key not in batches:
                 batches[key] = batch_of(metadata, h_1ND, cache.state.reach)
-            with state.reading(cache, metadata, batches[key], h_1ND):
+            with pages.reading(cache, metadata, batches[key], h_1ND):
                 h_1ND = block(h_1ND, Context(cache=cache))
         return self.transformer.norm(h_1ND)[0]
 
@@ -119,7 +121,7 @@ class CanonForCausalLM(nn.Module, HasInnerState, IsHybrid):
                 continue
             if name in orders:
                 weight = weight[orders[name]]
-            parameter = self.parameters_by_name[name]
+            parameter = self.tensors[name]
             default_weight_loader(parameter, weight)
             loaded.add(names.get(id(parameter), name))
         return loaded

@@ -71,6 +71,15 @@ def check_options(vllm_config: Any) -> None:
                 given=str(value),
             )
 
+    # not tried: whether a captured graph reads the pages of later batches
+    is_cpu = vllm_config.device_config.device_type == "cpu"
+    if not is_cpu and not vllm_config.model_config.enforce_eager:
+        raise UserError(
+            "serve.vllm_eager",
+            "exports of canon_pretrain run without CUDA graphs: add --enforce-eager "
+            "(enforce_eager=True)",
+        )
+
 
 def check_served(args: ModelArgs) -> None:
     """Raise UserError for a model that the plugin can't compute."""

@@ -1,6 +1,6 @@
 """Blocks that read many sequences in one row, with their states in pages: equal to full passes.
 
-The server is a stand-in: it holds keys and values by sequence, and assigns pages. The real one, vLLM,
+The server is a stand-in: it holds keys and values by sequence, and assigns pages. vLLM itself
 is in test_vllm.py.
 """
 
@@ -208,6 +208,10 @@ def test_options_that_are_not_supported_are_refused():
 
         class model_config:
             quantization = None
+            enforce_eager = False
+
+        class device_config:
+            device_type = "cpu"
 
         speculative_config = None
 
@@ -219,3 +223,10 @@ def test_options_that_are_not_supported_are_refused():
     Config.model_config.quantization = "fp8"
     with refused("serve.vllm_option", name="--quantization", given="fp8"):
         check_options(Config)
+
+    Config.model_config.quantization = None
+    Config.device_config.device_type = "cuda"
+    with refused("serve.vllm_eager"):
+        check_options(Config)
+    Config.model_config.enforce_eager = True
+    check_options(Config)

@@ -33,6 +33,7 @@ OPTIONS = {
     "max_num_seqs": 8,
     "max_logprobs": 64,
     "block_size": 32,
+    "kv_cache_memory_bytes": 2**26,
     "seed": 0,
 }
 
