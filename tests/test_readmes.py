@@ -42,7 +42,8 @@ STEPS = "--training.steps 3 --lr_scheduler.warmup_steps 1"
 QUICK = {"canon train --config mine.toml": f"canon train --config mine.toml {STEPS}"}
 OTHER_TOOLS = """--nproc-per-node --nodes --time --cpus-per-task --gpus-per-node --gres --signal
 --name --index-url --no-build-isolation --model_args --tasks --include_path --metadata --model
---help --section.key --model.KEY --additional-suffix --force-reinstall --no-deps""".split()
+--help --section.key --model.KEY --additional-suffix --force-reinstall --no-deps --enforce-eager
+--trust-remote-code""".split()
 of_every_document = pytest.mark.parametrize("name", DOCS)
 
 

@@ -477,7 +477,7 @@ model = {{name}}.from_pretrained("{{place}}")
 """
 _CUSTOM = """\
 Needs torch and transformers (4.57 or later); the modeling code is in this folder.
-vLLM, SGLang and llama.cpp have no such class.
+vLLM, SGLang and llama.cpp have no such class; the package canon_pretrain is a plugin for vLLM.
 """
 _STATE = """
 While decoding, a sequence of any length has {row:,} bytes of state in float32; per layer:
