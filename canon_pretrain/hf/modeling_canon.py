@@ -7,7 +7,9 @@ layer) is what the forward pass uses.
 Shapes: B rows, T tokens, S tokens including the cached ones, D hidden, V vocabulary.
 """
 
+import copy
 import functools
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -528,6 +530,49 @@ class LlamaCanonRotaryEmbedding(Rope):
         return copies[device].tables(device)
 
 
+# -- quantized loading ---------------------------------------------------------------------------
+
+
+HEADS = ("lm_head", "score")
+"""What transformers leaves out of quantization, unless its config lists other modules."""
+SMALL_LINEAR = ("mlp.gate", "smear.gate", "self_attn.a_proj", "self_attn.b_proj")
+"""Layers with an output per expert or head, which choose and scale others: routers and gates."""
+
+
+def _without_small_layers(quantization: Any) -> Any:
+    """Return the config of torchao or bitsandbytes that leaves out SMALL_LINEAR as well."""
+    changed = copy.deepcopy(quantization)
+    for field in ("modules_to_not_convert", "llm_int8_skip_modules"):
+        if hasattr(changed, field):
+            left_out = getattr(changed, field)
+            if left_out is None:
+                left_out = HEADS
+            # parts of names in transformers 4.57, their ends or patterns of beginnings in 5
+            patterns = [f".*{re.escape(name)}" for name in SMALL_LINEAR]
+            setattr(changed, field, [*left_out, *SMALL_LINEAR, *patterns])
+    return changed
+
+
+def _check_4bit_layers(model: nn.Module) -> None:
+    """Raise ValueError for layers of bitsandbytes whose sizes its kernels for CPUs do not take."""
+    unsupported = []
+    for name, module in model.named_modules():
+        state = getattr(getattr(module, "weight", None), "quant_state", None)
+        if state is None or not getattr(module, "support_avx512bf16_for_cpu", False):
+            continue
+        num_outputs, num_inputs = state.shape
+        if module.weight.device.type == "cpu" and (
+            num_outputs % 32 or num_inputs % state.blocksize
+        ):
+            unsupported.append(name)
+    if unsupported:
+        raise ValueError(
+            "bitsandbytes runs 4-bit layers on this CPU only with multiples of 32 outputs and of "
+            f"its blocks of inputs. Pass llm_int8_skip_modules = {[*HEADS, *unsupported]}, or load "
+            "in 8 bits"
+        )
+
+
 # -- the models ----------------------------------------------------------------------------------
 
 
@@ -545,9 +590,17 @@ class LlamaCanonPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Load as transformers does; weights frozen in training (cst-Canon) stay frozen."""
+        """Load as transformers does; weights frozen in training (cst-Canon) stay frozen.
+
+        `quantization_config` leaves out SMALL_LINEAR too. Raises ValueError for layers that it can
+        quantize, but not run.
+        """
+        quantization = kwargs.get("quantization_config")
+        if quantization is not None:
+            kwargs["quantization_config"] = _without_small_layers(quantization)
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
+        _check_4bit_layers(model)
         base: Any = model.base_model
         for layer, layer_args in zip(base.layers, base.args.layer_args, strict=True):
             for module in layer.modules():
