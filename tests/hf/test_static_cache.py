@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from transformers.cache_utils import StaticCache
+from transformers.generation import GenerationConfig, GenerationMode
 
+from canon_pretrain.hf.modeling_canon import DecodingCache, StaticDecodingCache
 from tests.hf_models import CLOSE, PLAIN, PROMPTS, decoded, padded, wrapped_model
 from tests.variants import random_tokens
 
@@ -44,12 +46,9 @@ def test_generation_with_a_static_cache(name):
     assert torch.equal(texts, generate())
     assert caches[0].max_cache_len == ids.shape[1] + 7
     assert all(cache is caches[0] for cache in caches)
-    if name == DECODED_WITH_BEAMS:
+    if name == "nope ABCD":
         beams = generate(cache_implementation="static", num_beams=3)
         assert torch.equal(beams, generate(num_beams=3))
-
-
-DECODED_WITH_BEAMS = "nope ABCD"
 
 
 @torch.no_grad()
@@ -157,6 +156,25 @@ def test_an_exported_pass_over_a_prompt():
     longer = torch.cat((ids, ids[:, :3]), dim=1)
     more = model(ids[:, :3], past_key_values=filled.past_key_values)
     torch.testing.assert_close(more.logits, ours(longer)[:, NUM_PROMPT:], **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "kind"),
+    [
+        (None, DecodingCache),
+        ("dynamic_full", DecodingCache),  # of assisted decoding in transformers 4.57
+        ("static", StaticDecodingCache),
+    ],
+)
+def test_the_cache_that_generation_begins_with(implementation, kind):
+    model, _ = wrapped_model("nope ABCD")
+    config = GenerationConfig()
+    config.cache_implementation = implementation
+    inputs = {}
+
+    model._prepare_cache_for_generation(config, inputs, GenerationMode.GREEDY_SEARCH, 1, 20)
+
+    assert type(inputs["past_key_values"]) is kind
 
 
 def test_what_no_program_can_have_is_refused():
