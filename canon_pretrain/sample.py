@@ -26,6 +26,7 @@ from rich.text import Text
 from canon_pretrain.core.cli import number_type, positive, usage_error
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console, is_tty, printable
+from canon_pretrain.hf.options import add_loading_options
 
 if TYPE_CHECKING:  # imports torch
     from canon_pretrain.hf.sampling import Answer, Sampler, Segment, Settings
@@ -538,11 +539,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="an object per sample: ids, text, log-probabilities (nats, at temperature 1)",
     )
 
-    # How the checkpoint is loaded.
-    add("--tokenizer", type=Path, metavar="PATH", help="the tokenizer, if the data were moved")
-    add(
-        "--dtype",
-        default="auto",
-        choices=("auto", "float32", "bfloat16"),
-        help="(default: bfloat16 on a GPU, else float32)",
-    )
+    add_loading_options(parser)

@@ -85,17 +85,24 @@ class LinearClass:
     """Ours."""
     to_args: Callable[[Mapping[str, Any]], dict[str, Any]]
     """Return the arguments of ModelArgs that are not those of FIELDS. Raises UserError."""
-    own_fields: Callable[[ModelArgs], dict[str, Any]]
-    """Return the fields of `model` that are not those of FIELDS, as if the class had all args."""
+    computed_fields: Callable[[ModelArgs], dict[str, Any]]
+    """Return the fields of `model` that are computed from arguments, or fixed in the class."""
     weights: TheirWeights
     module: str
     """Its name in lingua_modified/huggingface, for READMEs."""
 
     def to_section(self, args: ModelArgs) -> dict[str, Any]:
-        """Return `model` of params.json, as if the class had all args."""
-        same = {theirs: getattr(args, ours) for theirs, ours in FIELDS.items()}
-        others = {"model_name": self.name, "max_seqlen": args.max_seq_len}
-        return same | _OPTIONS | others | self.own_fields(args)
+        """Return `model` of params.json for `args`.
+
+        Arguments that the class lacks are left out: whoever calls this must read the section back
+        by `to_args` and compare.
+        """
+        section = {theirs: getattr(args, ours) for theirs, ours in FIELDS.items()}
+        section |= _OPTIONS
+        section["model_name"] = self.name
+        section["max_seqlen"] = args.max_seq_len
+        section |= self.computed_fields(args)
+        return section
 
 
 def ffn_dim(model: Mapping[str, Any]) -> int:
@@ -167,8 +174,8 @@ def _gdn2_args(model: Mapping[str, Any]) -> dict[str, Any]:
     return _gated_args("gated_deltanet", model)
 
 
-def _own_fields(args: ModelArgs) -> dict[str, Any]:
-    """Return the own fields of GLA5 or GDN2."""
+def _gated_fields(args: ModelArgs) -> dict[str, Any]:
+    """Return the computed fields of GLA5 or GDN2."""
     return {"canon_set": _canon_set(args), "hidden_dim": _hidden_dim(args)}
 
 
@@ -206,10 +213,11 @@ def _mamba2_args(model: Mapping[str, Any]) -> dict[str, Any]:
     return args | {"ffn_dim": ffn_dim(model)}
 
 
-def _mamba2_own_fields(args: ModelArgs) -> dict[str, Any]:
-    """Return the own fields of Mamba2."""
+def _mamba2_fields(args: ModelArgs) -> dict[str, Any]:
+    """Return the computed fields of Mamba2."""
     return {
-        **_own_fields(args),
+        "canon_set": _canon_set(args),
+        "hidden_dim": _hidden_dim(args),
         "norm_eps": _NORM_EPS,
         "mlp_type": None if args.ffn == "none" else _GATED_FFN,
         "mamba_ssm": args.state_dim,
@@ -335,14 +343,14 @@ CLASSES: tuple[LinearClass, ...] = (
         mixer="gla",
         module="modeling_gla_canon.GLACanonForCausalLM",
         to_args=_gla5_args,
-        own_fields=_own_fields,
+        computed_fields=_gated_fields,
         weights=TheirWeights(
             naming=_GLA5_NAMING,
             old_names={"g_norm": "g_norm_swish_gate"},  # with zeyuan_layernorm
             conv=_GATED_CONV,
             conv_parts=_GATED_CONV_PARTS,
             packed_tensors=_gla5_packed,
-            values_to_class=_with_unused,
+            with_unused=_with_unused,
         ),
     ),
     LinearClass(
@@ -350,13 +358,13 @@ CLASSES: tuple[LinearClass, ...] = (
         mixer="gated_deltanet",
         module="modeling_gated_deltanet_canon.GatedDeltaNetCanonForCausalLM",
         to_args=_gdn2_args,
-        own_fields=_own_fields,
+        computed_fields=_gated_fields,
         weights=TheirWeights(
             naming=_GDN2_NAMING,
             conv=_GATED_CONV,
             conv_parts=_GATED_CONV_PARTS,
             packed_tensors=_gdn2_packed,
-            values_to_class=_with_unused,
+            with_unused=_with_unused,
         ),
     ),
     LinearClass(
@@ -364,12 +372,12 @@ CLASSES: tuple[LinearClass, ...] = (
         mixer="mamba2",
         module="modeling_mamba2_canon.Mamba2CanonForCausalLM",
         to_args=_mamba2_args,
-        own_fields=_mamba2_own_fields,
+        computed_fields=_mamba2_fields,
         weights=TheirWeights(
             naming=_MAMBA2_NAMING,
             ignored=r".*\.mixer\.conv1d\.weight",  # of a model without conv1d
             packed_tensors=_mamba2_packed,
-            values_to_class=_with_unused,
+            with_unused=_with_unused,
         ),
     ),
 )

@@ -7,15 +7,18 @@ layer) is what the forward pass uses.
 Shapes: B rows, T tokens, S tokens including the cached ones, D hidden, V vocabulary.
 """
 
+import copy
 import functools
+import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from transformers.cache_utils import Cache as HFCache
 from transformers.configuration_utils import PretrainedConfig
@@ -161,19 +164,32 @@ class DecodingCache(HFCache):
     is_initialized = True
 
     def __init__(self, args: ModelArgs) -> None:
+        self._prepare([layer.window for layer in args.layer_args])
+
+    def _prepare(self, windows: list[int]) -> None:
+        """Begin without tokens; `windows`: as of a Cache."""
         super().__init__(layers=[])
-        self.args = args
+        self._windows = windows
         self.record_past = False
         self.reset()
 
     def reset(self) -> None:
-        self.memory = Cache.of(self.args)
+        self.memory = self._empty_memory()
         self.num_rows = 0  # before the first tokens
+        self._device = torch.device("cpu")  # of the tokens
         self.left_over: Passage | None = None
         self._passes: deque[_Pass] = deque(maxlen=MAX_RECORDED_PASSES)
 
+    def _empty_memory(self) -> Cache:
+        return Cache(len(self._windows), windows=self._windows)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether each pass is of one token, at a position that only the device knows."""
+        return self.memory.position is not None
+
     def __len__(self) -> int:
-        return self.args.num_layers
+        return len(self._windows)
 
     def get_seq_length(self, *args: object, **kwargs: object) -> int:
         if self.left_over is None:
@@ -197,6 +213,7 @@ class DecodingCache(HFCache):
             passage = self.left_over.joined(passage, embed)
             self.left_over = None
         self.num_rows = len(passage.tokens_BT)
+        self._device = passage.tokens_BT.device
         if self.record_past:
             self._passes.append(_Pass(self.memory.snapshot(), passage))
         return passage
@@ -220,29 +237,32 @@ class DecodingCache(HFCache):
         self._passes.clear()
 
     def _cut(self, length: int) -> None:
-        # Only what was not read yet.
-        if length >= self.memory.length:
+        """Forget the tokens after the first `length`."""
+        # The tokens so far are those in the memory, and the ones left over, which the memory has
+        # not read. A cut among the latter leaves the memory as it is.
+        num_read = self.memory.length
+        if length >= num_read:
             assert self.left_over is not None
-            self.left_over = self.left_over.first(length - self.memory.length)
+            self.left_over = self.left_over.first(length - num_read)
             return
 
+        # Keys and values are cut at the token.
         if self.memory.cut(length):
             self.left_over = None
             return
 
-        # Back to the last state that is not after `length`; the tokens since then are left over.
-        for number in reversed(range(len(self._passes))):
-            memory, passage = self._passes[number]
-            if memory.length <= length:
-                self.memory = memory
-                rest = passage.first(length - memory.length)
-                self.left_over = rest if length > memory.length else None
-                return
-        raise ValueError(
-            f"the cache cannot be cropped to {length} tokens: states of Canon, recurrences and "
-            "full windows cannot be cut. Before passes that may be undone, call "
-            f"activate_past_recording(): the last {MAX_RECORDED_PASSES} are kept"
-        )
+        # States are not: take the memory before the last pass that began at `length` or earlier.
+        # The first tokens of that pass, up to `length`, must be read again.
+        candidates = [a_pass for a_pass in self._passes if a_pass.memory_before.length <= length]
+        if not candidates:
+            raise ValueError(
+                f"the cache cannot be cropped to {length} tokens: states of Canon, recurrences and "
+                "full windows cannot be cut. Before passes that may be undone, call "
+                f"activate_past_recording(): the last {MAX_RECORDED_PASSES} are kept"
+            )
+        self.memory, passage = candidates[-1]
+        num_left_over = length - self.memory.length
+        self.left_over = passage.first(num_left_over) if num_left_over else None
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Replace row i by row indices[i]; earlier passes can't be undone any more."""
@@ -262,29 +282,124 @@ class DecodingCache(HFCache):
         raise NotImplementedError("only the model itself updates this cache")
 
 
+class StaticDecodingCache(DecodingCache):
+    """A DecodingCache for at most `max_cache_len` tokens, with room for them from the start.
+
+    It is a pytree, so that torch.export takes a pass with it: an empty one for the pass over a
+    prompt, or one with tokens for the pass over a single next token, at any later position. The
+    cache for the pass after that is in the outputs.
+    """
+
+    def __init__(self, args: ModelArgs, max_cache_len: int) -> None:
+        self._max_tokens = max_cache_len
+        super().__init__(args)
+        _register_pytree(StaticDecodingCache)
+
+    @property
+    def max_cache_len(self) -> int:
+        return self._max_tokens
+
+    def _empty_memory(self) -> Cache:
+        return Cache(len(self._windows), self._max_tokens, self._windows)
+
+    def get_max_cache_shape(self, *args: object, **kwargs: object) -> int:
+        return self._max_tokens
+
+    get_max_length = get_max_cache_shape
+
+    def get_seq_length(self, *args: object, **kwargs: object) -> int:
+        if self.memory.position is None:
+            return super().get_seq_length()
+        return int(self.memory.position)  # the host waits
+
+    def begin(self, passage: Passage, embed: nn.Module) -> Passage:
+        """Return what is read now. Raises ValueError for more than `max_cache_len` tokens."""
+        num_tokens = passage.tokens_BT.shape[1]
+        if not (self.is_fixed and torch.compiler.is_compiling()):
+            length = self.get_seq_length() + num_tokens
+            if length > self._max_tokens:
+                raise ValueError(f"{length} tokens > max_cache_len = {self._max_tokens}")
+        if num_tokens != 1 or self.record_past:
+            self.memory.unfix()
+        return super().begin(passage, embed)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove tokens, as of a DecodingCache."""
+        self.memory.unfix()
+        super().crop(tokens_to_remove)
+
+    def flatten(self) -> tuple[list[Any], dict[str, Any]]:
+        """Return the tensors, and the context of `unflatten`, which JSON can express."""
+        if self.left_over is not None:
+            raise ValueError("after a crop, read a token before this cache is exported")
+        if self.num_rows and not self.is_fixed:
+            self.memory.fix(self._device)
+        context = {
+            "max_cache_len": self._max_tokens,
+            "windows": self._windows,
+            "num_rows": self.num_rows,
+            "canon_options": self.memory.canon_options(),
+        }
+        return [self.memory.tensors()], context
+
+    @classmethod
+    def unflatten(cls, children: Iterable[Any], context: dict[str, Any]) -> Self:
+        """Return the cache that `flatten` has made into these."""
+        cache = cls.__new__(cls)
+        cache._max_tokens = context["max_cache_len"]
+        cache._prepare(list(context["windows"]))
+        cache.num_rows = context["num_rows"]
+        (tensors,) = children
+        cache.memory.restore(tensors, context["canon_options"])
+        return cache
+
+
+@functools.cache
+def _register_pytree(kind: type[StaticDecodingCache]) -> None:
+    """Let torch.export find the tensors of such caches."""
+
+    def flatten_with_keys(cache: StaticDecodingCache) -> Any:
+        children, context = cache.flatten()
+        return [(pytree.GetAttrKey("memory"), child) for child in children], context
+
+    pytree.register_pytree_node(
+        kind,
+        kind.flatten,
+        kind.unflatten,
+        flatten_with_keys_fn=flatten_with_keys,
+        serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
+    )
+
+
 # -- the modules of model/ under other names -------------------------------------------------------
 
 
-_Places = dict[str, tuple[nn.Module | None, str]]
-"""By our name, the module in which something is registered (None: the same one), and its name."""
+class Place(NamedTuple):
+    """Where something is registered that a module of model/ reads as its own child."""
+
+    owner: nn.Module | None
+    """None: that module itself."""
+    name: str
 
 
 class Renamed(nn.Module):
     """A module of model/ whose children are registered under the names of LlamaCanon.
 
-    The names that its forward reads lead to what is registered now.
+    Its forward pass reads them by our names, which lead to their places: `block.attention` is
+    `block.self_attn`. So it reads what is registered now, also if that was replaced.
     """
 
     _kind: type[nn.Module]
     """The class of model/."""
-    _places: _Places
+    _places: dict[str, Place]
+    """By our name."""
 
     def __getattr__(self, name: str) -> Any:
         place = self.__dict__.get("_places", {}).get(name)
         if place is None:
             return super().__getattr__(name)
-        owner, hf_name = place
-        return getattr(self if owner is None else owner, hf_name)
+        owner = self if place.owner is None else place.owner
+        return getattr(owner, place.name)
 
     def __reduce__(self) -> Any:
         # a class that is made at run time is pickled by the class of model/
@@ -312,65 +427,73 @@ def _without_values(kind: Any) -> Any:
 
 
 def rename(module: nn.Module, names: Names) -> None:
-    """Register the descendants of `module` that are in `names` under their names there.
+    """Register what is below `module` under LlamaCanon's names.
 
-    Names are paths of equal length, "relative.wr" in our module: or one part is missing, as in
-    "r_proj". Then a child of a child is registered in `module` itself.
+    `names`: paths in `module`, and those that LlamaCanon has instead. Their parts correspond, as
+    in "attention.wq" and "self_attn.q_proj", but where LlamaCanon has no module for one of ours:
+    the gate of our router is "router.gate" and "gate". Such a grandchild becomes a child. Paths
+    that `module` does not have are those of other variants.
     """
-    own_names: Names = {}
-    names_of_child: dict[str, Names] = {}
+    # Sort the names by the child that they begin with.
+    new_names: Names = {}  # of children
+    names_in_child: dict[str, Names] = {}
     names_of_grandchildren: dict[str, Names] = {}
-    for our_name, hf_name in names.items():
-        ours = our_name.split(".")
-        theirs = hf_name.split(".")
-        if getattr(module, ours[0], None) is None:  # `module` has only those of its variant
+    for our_path, hf_path in names.items():
+        child_name, _, our_rest = our_path.partition(".")
+        hf_child_name, _, hf_rest = hf_path.partition(".")
+        if getattr(module, child_name, None) is None:
             continue
-        if len(theirs) < len(ours) == 2:
-            names_of_grandchildren.setdefault(ours[0], {})[ours[1]] = hf_name
+        if our_rest and not hf_rest:
+            names_of_grandchildren.setdefault(child_name, {})[our_rest] = hf_child_name
             continue
-        own_names[ours[0]] = theirs[0]
-        if len(ours) > 1:
-            child_names = names_of_child.setdefault(ours[0], {})
-            child_names[".".join(ours[1:])] = ".".join(theirs[1:])
+        new_names[child_name] = hf_child_name
+        if our_rest:
+            names_in_child.setdefault(child_name, {})[our_rest] = hf_rest
 
-    for child_name, child_names in names_of_child.items():
+    # From the bottom up: children are found by our names until they are renamed.
+    for child_name, child_names in names_in_child.items():
         child = getattr(module, child_name)
         if isinstance(child, nn.Module):
             rename(child, child_names)
     for child_name, child_names in names_of_grandchildren.items():
         _move_children(getattr(module, child_name), module, child_names)
-    _rename_children(module, own_names)
+    _rename_children(module, new_names)
 
 
-def _rename_children(module: nn.Module, names: Names) -> None:
-    """Register the children and tensors of `module` under `names`, in their order."""
-    places: _Places = {}
-    for table in (module._modules, module._parameters, module._buffers):
-        children: Any = {}
-        for name, value in table.items():
-            new_name = names.get(name, name)
-            children[new_name] = value
-            if new_name != name:
-                places[name] = (None, new_name)
-        table.clear()
-        table.update(children)
-    _lead(module, places)
+_TABLES = ("_modules", "_parameters", "_buffers")
+"""Where a module of torch registers its children and tensors, by name."""
 
 
-def _move_children(module: nn.Module, parent: nn.Module, names: Names) -> None:
-    """Register the children and tensors of `module` in its `parent`, under `names`."""
-    places: _Places = {}
-    for table_name in ("_modules", "_parameters", "_buffers"):
+def _rename_children(module: nn.Module, new_names: Names) -> None:
+    """Register children and tensors of `module` under new names, in the same order."""
+    places: dict[str, Place] = {}
+    for table_name in _TABLES:
         table = getattr(module, table_name)
-        for name, new_name in names.items():
+        registered = list(table.items())
+        table.clear()
+        for name, value in registered:
+            new_name = new_names.get(name, name)
+            table[new_name] = value
+            if new_name != name:
+                places[name] = Place(None, new_name)
+    _find_at(module, places)
+
+
+def _move_children(module: nn.Module, parent: nn.Module, new_names: Names) -> None:
+    """Register children and tensors of `module` in its `parent`, under new names."""
+    places: dict[str, Place] = {}
+    for table_name in _TABLES:
+        table = getattr(module, table_name)
+        parent_table = getattr(parent, table_name)
+        for name, new_name in new_names.items():
             if table.get(name) is not None:
-                getattr(parent, table_name)[new_name] = table.pop(name)
-                places[name] = (parent, new_name)
-    _lead(module, places)
+                parent_table[new_name] = table.pop(name)
+                places[name] = Place(parent, new_name)
+    _find_at(module, places)
 
 
-def _lead(module: nn.Module, places: _Places) -> None:
-    """Let our names in `module` lead to `places`."""
+def _find_at(module: nn.Module, places: dict[str, Place]) -> None:
+    """Let `module.NAME` be what is registered at places[NAME], by making it a `Renamed`."""
     if places:
         kind: Any = type(module)
         module.__class__ = _renamed_class(kind)
@@ -407,6 +530,49 @@ class LlamaCanonRotaryEmbedding(Rope):
         return copies[device].tables(device)
 
 
+# -- quantized loading ---------------------------------------------------------------------------
+
+
+HEADS = ("lm_head", "score")
+"""What transformers leaves out of quantization, unless its config lists other modules."""
+SMALL_LINEAR = ("mlp.gate", "smear.gate", "self_attn.a_proj", "self_attn.b_proj")
+"""Layers with an output per expert or head, which choose and scale others: routers and gates."""
+
+
+def _without_small_layers(quantization: Any) -> Any:
+    """Return the config of torchao or bitsandbytes that leaves out SMALL_LINEAR as well."""
+    changed = copy.deepcopy(quantization)
+    for field in ("modules_to_not_convert", "llm_int8_skip_modules"):
+        if hasattr(changed, field):
+            left_out = getattr(changed, field)
+            if left_out is None:
+                left_out = HEADS
+            # parts of names in transformers 4.57, their ends or patterns of beginnings in 5
+            patterns = [f".*{re.escape(name)}" for name in SMALL_LINEAR]
+            setattr(changed, field, [*left_out, *SMALL_LINEAR, *patterns])
+    return changed
+
+
+def _check_4bit_layers(model: nn.Module) -> None:
+    """Raise ValueError for layers of bitsandbytes whose sizes its kernels for CPUs do not take."""
+    unsupported = []
+    for name, module in model.named_modules():
+        state = getattr(getattr(module, "weight", None), "quant_state", None)
+        if state is None or not getattr(module, "support_avx512bf16_for_cpu", False):
+            continue
+        num_outputs, num_inputs = state.shape
+        if module.weight.device.type == "cpu" and (
+            num_outputs % 32 or num_inputs % state.blocksize
+        ):
+            unsupported.append(name)
+    if unsupported:
+        raise ValueError(
+            "bitsandbytes runs 4-bit layers on this CPU only with multiples of 32 outputs and of "
+            f"its blocks of inputs. Pass llm_int8_skip_modules = {[*HEADS, *unsupported]}, or load "
+            "in 8 bits"
+        )
+
+
 # -- the models ----------------------------------------------------------------------------------
 
 
@@ -424,15 +590,29 @@ class LlamaCanonPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Load as transformers does; weights frozen in training (cst-Canon) stay frozen."""
+        """Load as transformers does; weights frozen in training (cst-Canon) stay frozen.
+
+        `quantization_config` leaves out SMALL_LINEAR too. Raises ValueError for layers that it can
+        quantize, but not run.
+        """
+        quantization = kwargs.get("quantization_config")
+        if quantization is not None:
+            kwargs["quantization_config"] = _without_small_layers(quantization)
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
+        _check_4bit_layers(model)
         base: Any = model.base_model
         for layer, layer_args in zip(base.layers, base.args.layer_args, strict=True):
             for module in layer.modules():
                 if isinstance(module, Canon):
                     module.weight.requires_grad_(layer_args.canon_trainable)
         return loaded
+
+    def static_cache(self, max_cache_len: int) -> "StaticDecodingCache":
+        """Return an empty cache with room for `max_cache_len` tokens."""
+        base: Any = self.base_model
+        base.check_length(max_cache_len)
+        return StaticDecodingCache(base.args, max_cache_len)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -625,7 +805,9 @@ class LlamaCanonModel(LlamaCanonPreTrainedModel):
         """Return the checked cache of the call, a new one if needed, or None without."""
         rows, num_tokens = tokens_BT.shape
         if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
+            # a program with a cache is exported only if the cache is passed
+            is_possible = not self.training and not torch.compiler.is_exporting()
+            use_cache = self.config.use_cache and is_possible
         if use_cache and self.training and self.is_gradient_checkpointing:
             logger.warning_once("use_cache is off, which gradient checkpointing needs")
             use_cache = False
@@ -638,10 +820,19 @@ class LlamaCanonModel(LlamaCanonPreTrainedModel):
         if cache is None:
             cache = DecodingCache(self.args)
         if not isinstance(cache, DecodingCache):
-            raise ValueError(f"past_key_values is a {type(cache).__name__}, expected DecodingCache")
+            raise ValueError(
+                f"past_key_values is a {type(cache).__name__}, expected DecodingCache: leave it "
+                "out, or make one of fixed size by model.static_cache(max_cache_len)"
+            )
+        if torch.compiler.is_exporting() and not isinstance(cache, StaticDecodingCache):
+            raise ValueError(
+                "torch.export needs a cache of fixed size: pass past_key_values = "
+                "model.static_cache(max_cache_len), or leave out use_cache"
+            )
 
-        # An empty cache takes any number of rows.
-        self.check_length(num_tokens + cache.get_seq_length())
+        # An empty cache takes any number of rows. An exported step is for any position.
+        if not (cache.is_fixed and torch.compiler.is_compiling()):
+            self.check_length(num_tokens + cache.get_seq_length())
         if cache.num_rows not in (0, rows):
             raise ValueError(f"past_key_values has {cache.num_rows} rows, input_ids {rows}")
         return cache
@@ -675,14 +866,19 @@ class LlamaCanonForCausalLM(LlamaCanonPreTrainedModel, GenerationMixin):
         self.model.check_length(max_cache_length)
 
         implementation = generation_config.cache_implementation
-        if implementation not in (None, "dynamic"):
+        # transformers 4.57 sets "dynamic_full" for assisted decoding
+        if implementation not in (None, "dynamic", "dynamic_full", "static"):
             raise ValueError(
-                f'cache_implementation = "{implementation}" is unsupported: leave it out'
+                f'cache_implementation = "{implementation}" is unsupported: expected "static", '
+                "or leave it out"
             )
 
         cache = model_kwargs.get("past_key_values")
         if cache is None and generation_config.use_cache is not False:
             cache = DecodingCache(self.model.args)
+            if implementation == "static":
+                larger = getattr(generation_config, "max_cache_len", None) or 0
+                cache = self.static_cache(max(max_cache_length, larger))
             model_kwargs["past_key_values"] = cache
         # what is generated by guesses may be undone
         is_assistant = getattr(generation_config, "is_assistant", False)
@@ -792,13 +988,16 @@ def _real_tokens(
     if attention_mask is None:
         return None
 
-    # A mask also of the cached tokens, as transformers passes it, or of these tokens only.
+    # A mask also of the cached tokens, as transformers passes it, or of these tokens only. An
+    # exported step does not know how many are cached.
     rows, num_tokens = tokens_BT.shape
-    num_cached = cache.get_seq_length() if cache is not None else 0
-    expected_shape = (rows, num_cached + num_tokens)
-    if attention_mask.shape not in (expected_shape, (rows, num_tokens)):
-        shape = tuple(attention_mask.shape)
-        raise ValueError(f"attention_mask has shape {shape}, expected {expected_shape}")
+    is_any_length = cache is not None and cache.is_fixed and torch.compiler.is_compiling()
+    if attention_mask.shape != (rows, num_tokens) and not is_any_length:
+        num_cached = cache.get_seq_length() if cache is not None else 0
+        expected_shape = (rows, num_cached + num_tokens)
+        if attention_mask.shape != expected_shape:
+            shape = tuple(attention_mask.shape)
+            raise ValueError(f"attention_mask has shape {shape}, expected {expected_shape}")
 
     is_real_BT = attention_mask[:, -num_tokens:].bool()
     # attention is faster without a mask; torch.compile can't branch on values of a tensor

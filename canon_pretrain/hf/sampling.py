@@ -73,45 +73,79 @@ class Detokenizer:
         return new
 
 
-class Answer:
-    """What was sampled after `prompt` so far: `ids` and the model's log-probabilities `logps`.
+class Continuation:
+    """Tokens after a prompt, `ids`, up to EOS or the end of a task's answer; and their text.
 
-    `has_ended`: the last token was EOS, which `ids` lacks. `is_done`: no more tokens will come.
+    `prompt_texts`: the text of the prompt, or with `splits_prompt` what each of its tokens adds.
+    `has_ended`: the last token was EOS, which `ids` lacks.
     """
 
-    def __init__(self, sampler: "Sampler", prompt: Sequence[int], limit: int) -> None:
+    def __init__(
+        self, sampler: "Sampler", prompt: Sequence[int], *, splits_prompt: bool = False
+    ) -> None:
         self.prompt = list(prompt)
-        self.limit = limit
-        self._sampler = sampler
         self.ids: list[int] = []
-        self.logps: list[float] = []
         self.has_ended = False
-        self.is_done = False
+        self._sampler = sampler
+        self._num_decoded = 0
 
-        # The prompt goes through the detokenizer too: `text` starts after its characters.
+        # The prompt goes through the detokenizer too: the text of `ids` starts after its end.
         self._detokenizer = Detokenizer(sampler.decode)
-        self._start = len(self._detokenizer.add(self.prompt) + self._detokenizer.flush())
-        self._num_returned = 0
+        parts = [[token] for token in self.prompt] if splits_prompt else [self.prompt]
+        self.prompt_texts = [self._detokenizer.add(part) for part in parts]
+        self.prompt_texts[-1] += self._detokenizer.flush()
 
-    def add(self, token: int, logp: float) -> None:
+    def append(self, token: int) -> None:
         """Append a token, unless it is EOS."""
         self.has_ended = token == self._sampler.tokenizer.eos_id
         if not self.has_ended:
             self.ids.append(token)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no token may follow: after EOS, or once the task has its answer."""
+        task = self._sampler.task
+        return self.has_ended or (task is not None and task.is_complete(self.ids))
+
+    def decode_new(self, *, is_last: bool) -> str:
+        """Return the text of `ids` that was not returned before.
+
+        Without characters that later tokens may change, unless `is_last`.
+        """
+        new = self._detokenizer.add(self.ids[self._num_decoded :])
+        self._num_decoded = len(self.ids)
+        if is_last:
+            new += self._detokenizer.flush()
+        return new
+
+
+class Answer(Continuation):
+    """What was sampled after `prompt` so far: `ids` and the model's log-probabilities `logps`.
+
+    `is_done`: no more tokens will come.
+    """
+
+    def __init__(self, sampler: "Sampler", prompt: Sequence[int], limit: int) -> None:
+        super().__init__(sampler, prompt)
+        self.limit = limit
+        self.logps: list[float] = []
+        self.is_done = False
+
+    def add(self, token: int, logp: float) -> None:
+        """Append a token and its log-probability, unless it is EOS."""
+        self.append(token)
+        if not self.has_ended:
             self.logps.append(logp)
 
     @property
     def text(self) -> str:
         """The text after the prompt's; decoded with it, for SentencePiece drops a first space."""
-        return self._sampler.decode([*self.prompt, *self.ids])[self._start :]
+        text = self._sampler.decode([*self.prompt, *self.ids])
+        return text[sum(map(len, self.prompt_texts)) :]
 
     def new_text(self) -> str:
         """Return what was not returned before, without characters that later tokens may change."""
-        new = self._detokenizer.add(self.ids[self._num_returned :])
-        self._num_returned = len(self.ids)
-        if self.is_done:
-            new += self._detokenizer.flush()
-        return new
+        return self.decode_new(is_last=self.is_done)
 
 
 @dataclass(frozen=True)
@@ -229,14 +263,15 @@ class Sampler:
             indices = range(first_index, first_index + len(answers))
             generators = [sample_generator(settings.seed, index) for index in indices]
 
-        # A task says when an answer is complete; a text ends at EOS.
-        task = self.task
+        def is_complete(i: int, tokens: list[int]) -> bool:
+            return answers[i].is_complete
+
         generate(
             self.model,
             [answer.prompt for answer in answers],
             max_new_tokens=[answer.limit for answer in answers],
             eos_id=self.tokenizer.eos_id,
-            stop=None if task is None else lambda i, tokens: task.is_complete(tokens),
+            stop=is_complete,
             on_end=on_end,
             on_token=on_token,
             temperature=settings.temperature,

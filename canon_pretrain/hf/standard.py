@@ -99,6 +99,8 @@ class TheirWeights:
     """Return our weights from those of `their_shapes`; the last argument is its config.json."""
     values_to_class: Callable[[Tensors, ModelArgs], Tensors] = _unchanged
     """The inverse of `values_to_ours`, for tensors that may be on the meta device."""
+    with_unused: Callable[[Tensors, ModelArgs], Tensors] = _unchanged
+    """Return ours, and the tensors that the class stores and does not compute with."""
 
     @property
     def changes_values(self) -> bool:
@@ -159,7 +161,7 @@ class TheirWeights:
         packed_tensors = self.packed_tensors(args)
         packed_of = {part.name: packed for packed in packed_tensors for part in packed.parts}
         waiting: dict[str, Tensor] = {}
-        for name, tensor in self.values_to_class(tensors, args):
+        for name, tensor in self.with_unused(self.values_to_class(tensors, args), args):
             parts = self.parts_of(name, args)
             if parts:
                 yield from zip(parts, tensor.split(list(parts.values())), strict=True)

@@ -9,7 +9,7 @@ P = K - 1, N = P + T.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,16 +40,44 @@ class CanonMemory:
     ) -> None:
         self._residual = residual
         self._activation = activation
-        self._taps_K11C = self._taps(weight_C1K, x_BTC)
+        taps_K11C = self._taps(weight_C1K, x_BTC)
         num_channels, _, num_taps = weight_C1K.shape
-        self._reach = num_taps - 1
-        shape = (self._reach, x_BTC.shape[0], 1, num_channels)
-        self._sums_PB1C = self._taps_K11C.new_zeros(shape)  # [i]: for the i-th next output
-        self._widths: list[int] = []  # of the parts
+        shape = (num_taps - 1, x_BTC.shape[0], 1, num_channels)
+        self._begin(taps_K11C, taps_K11C.new_zeros(shape))
         self._has_tokens = False
+
+    def _begin(self, taps_K11C: Tensor, sums_PB1C: Tensor) -> None:
+        self._taps_K11C = taps_K11C
+        self._reach = len(sums_PB1C)
+        self._sums_PB1C = sums_PB1C  # [i]: for the i-th next output
+        self._widths: list[int] = []  # of the parts
+        self._has_tokens = True
         self._step: CanonStep | None = None
         self._slot = 0
         self._step_slices: list[_StepSlice] = []  # per part
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What `restored` needs to make an equal memory of `tensors()`."""
+        return {
+            "residual": self._residual,
+            "activation": self._activation,
+            "widths": list(self._widths),
+        }
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors, which are no parts of others."""
+        return {"taps": self._taps_K11C, "sums": self._sums_PB1C.contiguous()}
+
+    @staticmethod
+    def restored(tensors: Mapping[str, Tensor], options: Mapping[str, Any]) -> "CanonMemory":
+        """Return the memory of these `tensors()` and `options`."""
+        memory = CanonMemory.__new__(CanonMemory)
+        memory._residual = options["residual"]
+        memory._activation = options["activation"]
+        memory._begin(tensors["taps"], tensors["sums"])
+        memory._widths = list(options["widths"])
+        return memory
 
     @property
     def numbers_per_row(self) -> int:
@@ -208,6 +236,22 @@ class DynamicMemory:
     @property
     def numbers_per_row(self) -> int:
         return sum(window[:1].numel() for window in self.windows)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """None; as of a CanonMemory."""
+        return {}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the windows, by number."""
+        return {str(number): window for number, window in enumerate(self.windows)}
+
+    @staticmethod
+    def restored(tensors: Mapping[str, Tensor]) -> "DynamicMemory":
+        """Return the memory of these `tensors()`."""
+        memory = DynamicMemory()
+        memory.windows = [tensors[str(number)] for number in range(len(tensors))]
+        return memory
 
     def read(
         self,

@@ -11,7 +11,7 @@ tokens in Canon's window, N = P + T.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -244,6 +244,35 @@ class LayerCache:
             if not self._window:
                 buffer[:, :, self.start :] = 0
 
+    def unfix(self) -> None:
+        """Undo `fix`."""
+        self._position = None
+
+    def tensors(self) -> dict[str, dict[str, Any]]:
+        """Return what is held, by kind and name."""
+        return {
+            "buffers": self._buffers,
+            "states": self.states,
+            "canon": {site: memory.tensors() for site, memory in self.canon.items()},
+        }
+
+    def restore(
+        self,
+        tensors: Mapping[str, Mapping[str, Any]],
+        canon_options: Mapping[str, Mapping[str, Any]],
+        position: Tensor | None,
+    ) -> None:
+        """Hold these `tensors()`; `canon_options`: those of the memories, by site."""
+        self._position = position
+        self._buffers = dict(tensors["buffers"])
+        self.states = dict(tensors["states"])
+        for site, memory_tensors in tensors["canon"].items():
+            options = canon_options[site]
+            if options:
+                self.canon[site] = CanonMemory.restored(memory_tensors, options)
+            else:
+                self.canon[site] = DynamicMemory.restored(memory_tensors)
+
     @property
     def holds_tokens_only(self) -> bool:
         """Whether all that is held is of single tokens, so that the last ones can be removed."""
@@ -272,20 +301,15 @@ class LayerCache:
         self.canon = {site: memory.select_rows(rows_N) for site, memory in self.canon.items()}
 
 
-class Cache:
-    """The cache of a model of `num_layers` blocks; its capacity in tokens doubles when full.
+class TokenCache:
+    """The tokens that the blocks of a model have read, as a pass reads and extends them."""
 
-    `windows`: of each block, the number of tokens that a token sees, or 0.
-    """
-
-    def __init__(
-        self, num_layers: int, capacity: int = FIRST_CAPACITY, windows: Sequence[int] = ()
-    ) -> None:
-        windows = windows or [0] * num_layers
-        self.layers = [LayerCache(capacity, window) for window in windows]
+    def __init__(self, layers: Sequence[LayerCache], capacity: int) -> None:
+        self.layers = layers
         self.length = 0
         self.capacity = capacity
-        # [1], `length` on the device, see fix(); or the length of each row, [B, 1] (row_cache.py)
+        # [1], `length` on the device, see Cache.fix; or the length of each row, [B, 1]
+        # (row_cache.py)
         self.position: Tensor | None = None
         self.next_document: Tensor | None = None  # int32 [B], that of each row's next token
         self._all_layers_read = True  # equally many tokens
@@ -294,12 +318,6 @@ class Cache:
         # whether the last tokens came with segments, or surely continue the segment before them
         self._had_segments = False
         self._is_continuation = False
-
-    @classmethod
-    def of(cls, args: ModelArgs, capacity: int = FIRST_CAPACITY) -> "Cache":
-        """Return an empty cache of the model of `args`."""
-        windows = [layer.window for layer in args.layer_args]
-        return cls(args.num_layers, capacity, windows)
 
     def append_segments(self, segments_BT: Tensor | None, tokens_BT: Tensor) -> Tensor | None:
         """Append segments (None: no new one); return all so far, or None if there is one."""
@@ -313,7 +331,9 @@ class Cache:
             segments_BT = torch.zeros_like(tokens_BT, dtype=torch.int32)
         if self._segments is None:
             # the tokens so far came without segments: all of them are in segment 0
-            self._segments = segments_BT.new_zeros((tokens_BT.shape[0], self.length))
+            # (once the cache is fixed, no value behind the position is read)
+            num_slots = self.length if self.position is None else self.capacity
+            self._segments = segments_BT.new_zeros((tokens_BT.shape[0], num_slots))
 
         # in place, once the cache is fixed
         if self.position is not None:
@@ -370,15 +390,34 @@ class Cache:
             self.position.add_(num_tokens)
         self._all_layers_read = True
 
+    def _memories(self) -> list[CanonMemory | DynamicMemory]:
+        return [memory for layer in self.layers for memory in layer.canon.values()]
+
+
+class Cache(TokenCache):
+    """The cache of a model of `num_layers` blocks; its capacity in tokens doubles when full.
+
+    `windows`: of each block, the number of tokens that a token sees, or 0.
+    """
+
+    def __init__(
+        self, num_layers: int, capacity: int = FIRST_CAPACITY, windows: Sequence[int] = ()
+    ) -> None:
+        windows = windows or [0] * num_layers
+        super().__init__([LayerCache(capacity, window) for window in windows], capacity)
+
+    @classmethod
+    def of(cls, args: ModelArgs, capacity: int = FIRST_CAPACITY) -> "Cache":
+        """Return an empty cache of the model of `args`."""
+        windows = [layer.window for layer in args.layer_args]
+        return cls(args.num_layers, capacity, windows)
+
     def num_bytes(self, num_tokens: int) -> int:
         """Return the bytes that a row of `num_tokens` takes, at most; after the first token."""
         num_numbers = sum(
             layer.numbers_per_row + num_tokens * layer.numbers_per_token for layer in self.layers
         )
         return num_numbers * torch.float32.itemsize
-
-    def _memories(self) -> list[CanonMemory | DynamicMemory]:
-        return [memory for layer in self.layers for memory in layer.canon.values()]
 
     def fix(self, device: torch.device) -> None:
         """Read one token at a time from now on, in place, up to `capacity` tokens.
@@ -394,6 +433,51 @@ class Cache:
             # room up to `capacity`, so that later segments are written in place
             room = self.capacity - self.length
             self._segments = F.pad(self._segments, (0, room), value=BEFORE_START)
+
+    def unfix(self) -> None:
+        """Read any number of tokens at a time again; the host waits for the position."""
+        if self.position is None:
+            return
+        self.length = int(self.position)
+        self.position = None
+        for layer in self.layers:
+            layer.unfix()
+        if self._segments is not None:
+            self._segments = self._segments[:, : self.length]
+            self._had_segments = True
+
+    def tensors(self) -> dict[str, Any]:
+        """Return all tensors of a fixed cache, or of an empty one, for `restore`."""
+        tensors: dict[str, Any] = {"layers": [layer.tensors() for layer in self.layers]}
+        optional = {
+            "position": self.position,
+            "segments": self._segments,
+            "next_document": self.next_document,
+        }
+        return tensors | {name: tensor for name, tensor in optional.items() if tensor is not None}
+
+    def canon_options(self) -> list[dict[str, dict[str, Any]]]:
+        """Return the options of Canon's memories, by layer and site."""
+        return [
+            {site: memory.options for site, memory in layer.canon.items()} for layer in self.layers
+        ]
+
+    def restore(
+        self, tensors: Mapping[str, Any], canon_options: Sequence[Mapping[str, Mapping[str, Any]]]
+    ) -> None:
+        """Let this empty cache be the one of these `tensors()` and `canon_options()`.
+
+        Its `length` is unknown to the host until `unfix`.
+        """
+        self.position = tensors.get("position")
+        self._segments = tensors.get("segments")
+        self.next_document = tensors.get("next_document")
+        # Whether the next token continues its segment is read from the segments, in every pass.
+        self._had_segments = True
+        for layer, layer_tensors, options in zip(
+            self.layers, tensors["layers"], canon_options, strict=True
+        ):
+            layer.restore(layer_tensors, options, self.position)
 
     def replaced(self) -> list[Tensor | None]:
         """Return the tensors that a pass replaces by new ones, for `keep`."""
@@ -459,13 +543,15 @@ class Cache:
         return True
 
     def _document_at(self, position: int) -> Tensor:
-        """Return the document of each row's token at `position`, of those read, int32 [B]."""
+        """Return the document of each row's token at `position`, which was read, int32 [B]."""
         assert self._segments is not None and self.next_document is not None
-        document_B = self._segments[:, position]
-        # Padding has no number. Behind a row it changes nothing; before it there is no document.
-        num_before = (self._segments[:, :position] != PADDING).sum(dim=1)
-        padding_B = torch.where(num_before > 0, self.next_document, 0)
-        return torch.where(document_B == PADDING, padding_B, document_B)
+        segment_B = self._segments[:, position]
+
+        # A segment is the number of a document, or PADDING. Padding on the left is followed by the
+        # first document, number 0; after padding on the right, the last document goes on.
+        num_real_before_B = (self._segments[:, :position] != PADDING).sum(dim=1)
+        document_after_padding_B = torch.where(num_real_before_B > 0, self.next_document, 0)
+        return torch.where(segment_B == PADDING, document_after_padding_B, segment_B)
 
     def select_rows(self, rows_N: Tensor) -> None:
         """Keep these rows (int64), in this order; for beam search and finished rows."""

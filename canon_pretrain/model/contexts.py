@@ -11,7 +11,13 @@ from torch import Tensor
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Attend, Mask
-from canon_pretrain.model.cache import PADDING, Cache, Context, document_numbers, window_segments
+from canon_pretrain.model.cache import (
+    PADDING,
+    Context,
+    TokenCache,
+    document_numbers,
+    window_segments,
+)
 
 
 def layer_contexts(
@@ -19,7 +25,7 @@ def layer_contexts(
     attends: Mapping[str, Attend],
     tokens_BT: Tensor,
     is_real_BT: Tensor | None,
-    cache: Cache | None,
+    cache: TokenCache | None,
 ) -> list[Context]:
     """Return the context of each layer; begin to read into the cache.
 
@@ -72,7 +78,7 @@ def layer_contexts(
 
 
 def _segments(
-    args: ModelArgs, tokens_BT: Tensor, is_real_BT: Tensor | None, cache: Cache | None
+    args: ModelArgs, tokens_BT: Tensor, is_real_BT: Tensor | None, cache: TokenCache | None
 ) -> Tensor | None:
     """Return the segments of all tokens so far, int32 [B, S]; None if there is one."""
     segments_BT = None
@@ -91,7 +97,7 @@ def _segments(
 
 
 def _documents(
-    eos_id: int, tokens_BT: Tensor, is_real_BT: Tensor | None, cache: Cache | None
+    eos_id: int, tokens_BT: Tensor, is_real_BT: Tensor | None, cache: TokenCache | None
 ) -> Tensor:
     """Return each token's document, int32 [B, T], counted on from the tokens in the cache."""
     if is_real_BT is not None:  # EOS used as padding ends no document: replace it

@@ -20,21 +20,20 @@ from torch import Tensor
 from canon_pretrain.kernels.decode_step import CanonMemory, DynamicMemory
 from canon_pretrain.machine.device import to_device
 from canon_pretrain.model.args import ModelArgs
-from canon_pretrain.model.cache import FIRST_CAPACITY, Cache, LayerCache
+from canon_pretrain.model.cache import FIRST_CAPACITY, Cache, LayerCache, TokenCache
 from canon_pretrain.model.transformer import Transformer
 
 FIRST_ROWS = 4
 """Rows of the first buffers; they double when they are full, as their capacity in tokens does."""
 
 
-class RowCache(Cache):
+class RowCache(TokenCache):
     """The caches of several rows of the model of `args`; `lengths`: the tokens of each so far."""
 
-    layers: list["RowLayerCache"]  # type: ignore[assignment]
+    layers: list["RowLayerCache"]
 
     def __init__(self, args: ModelArgs, device: torch.device) -> None:
-        super().__init__(args.num_layers)
-        self.layers = [RowLayerCache(window=layer.window) for layer in args.layer_args]
+        super().__init__([RowLayerCache(window=layer.window) for layer in args.layer_args], 0)
         self.lengths: list[int] = []
         self._device = device
         # int32 [rows, capacity], of which the first B rows are in use; None: each row is one
@@ -44,26 +43,31 @@ class RowCache(Cache):
     @torch.no_grad()
     def read(self, model: Transformer, tokens_B: Tensor) -> Tensor:
         """Read a token of each row; return logits_BV. Raises UserError past max_seq_len tokens."""
+        self._open_buffers()
+        logits_BV = model(tokens_B[:, None], cache=self)[:, -1]
+        self.lengths = [length + 1 for length in self.lengths]
+        return logits_BV
+
+    def _open_buffers(self) -> None:
+        """Let the pass see as many rows and tokens of the buffers as it reads and writes."""
         num_rows = len(self.lengths)
         self.length = max(self.lengths)
-        self.capacity = self.length + 1
+        self.capacity = self.length + 1  # with the next token of the longest row
 
-        # Rows of one length are an ordinary cache: their attention needs no mask. Segments are
-        # written in place only at positions.
+        # With a position per row, the next tokens are written there, and a mask hides what lies
+        # behind them in shorter rows. Rows of one length need no mask, and are read like those of
+        # an ordinary cache, whose segments would be copied in each step: only without segments.
+        has_one_length = min(self.lengths) == self.length
         self.position = None
-        if min(self.lengths) < self.length or self._segment_buffer is not None:
-            self.position = to_device(torch.tensor(self.lengths)[:, None], self._device)
+        if not has_one_length or self._segment_buffer is not None:
+            lengths_B1 = torch.tensor(self.lengths)[:, None]
+            self.position = to_device(lengths_B1, self._device)
 
-        # The first B rows and S tokens of the buffers.
         for layer in self.layers:
             layer.open(num_rows, self.capacity, self.position)
         if self._segment_buffer is not None:
             self._segment_buffer = grown(self._segment_buffer, 1, num_rows, self.capacity)
             self._segments = self._segment_buffer[:num_rows, : self.capacity]
-
-        logits_BV = model(tokens_B[:, None], cache=self)[:, -1]
-        self.lengths = [length + 1 for length in self.lengths]
-        return logits_BV
 
     def replace(self, leaving: Collection[int], joining: Sequence[Cache]) -> list[int]:
         """Remove the rows `leaving`, then append the only row of each of `joining`.
@@ -185,11 +189,21 @@ class RowLayerCache(LayerCache):
 
 
 def order_without(leaving: Collection[int], num_rows: int) -> list[int]:
-    """Return the rows that stay; the last ones of them are in the places of those that leave."""
+    """Return the rows that stay, by their new places, so that few of them move.
+
+    A row keeps its place, except that the last rows move to the places of those that leave: of 5
+    rows without 0 and 2, [4, 1, 3].
+    """
     staying = [row for row in range(num_rows) if row not in leaving]
     num_staying = len(staying)
-    last = [row for row in staying if row >= num_staying]
-    return [row if row not in leaving else last.pop() for row in range(num_staying)]
+    # rows that have no place any more: there are as many free places before them
+    moving = [row for row in staying if row >= num_staying]
+
+    order = []
+    for place in range(num_staying):
+        is_free = place in leaving
+        order.append(moving.pop() if is_free else place)
+    return order
 
 
 def grown(buffer: Tensor, tokens_dim: int, num_rows: int, num_tokens: int) -> Tensor:

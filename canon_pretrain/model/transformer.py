@@ -20,7 +20,7 @@ from canon_pretrain.kernels.backends import (
 from canon_pretrain.model.args import MIXER_SITES, ModelArgs, without_positions
 from canon_pretrain.model.attend import Attend
 from canon_pretrain.model.attention import Attention, Rope
-from canon_pretrain.model.cache import NO_CONTEXT, Cache, Context
+from canon_pretrain.model.cache import NO_CONTEXT, Context, TokenCache
 from canon_pretrain.model.canon import (
     Canon,
     Stream,
@@ -360,7 +360,7 @@ class Transformer(nn.Module):
         tokens_BT: Tensor,
         *,
         is_real_BT: Tensor | None = None,
-        cache: Cache | None = None,
+        cache: TokenCache | None = None,
         logits_to_keep: int = 0,
         logits_at_M: Tensor | None = None,
         labels_BT: Tensor | None = None,

@@ -26,6 +26,8 @@ from canon_pretrain.serve.scheduler import Scheduler
 
 MAX_BODY_BYTES = 32 << 20
 RETRY_AFTER_S = 1
+LARGE_TEXT = 1000
+"""Characters in a chunk of a stream; more are written outside of the event loop."""
 STATUSES = {
     "serve.body_size": 413,
     "serve.failed": 500,
@@ -35,7 +37,8 @@ STATUSES = {
     "serve.route": 404,
     "serve.stopping": 503,
 }
-"""Of errors by code; others are 400 before a request is queued, and 500 afterwards."""
+"""Of errors by code; others are 400 before a request is queued, and AFTER_QUEUE_STATUS later."""
+AFTER_QUEUE_STATUS = 500
 
 NO_CHAT = (
     "this is a base model without a chat template: use /v1/completions, with the text to continue"
@@ -165,16 +168,20 @@ class _Running:
             gone.cancel()
             self.cancel(completion)
         if isinstance(ending, Exception):
-            return error_response(ending, default_status=500)
-        return json_response(completion.result())
+            return error_response(ending, AFTER_QUEUE_STATUS)
+        # of many tokens, with log-probabilities, it takes long
+        return await asyncio.to_thread(lambda: json_response(completion.result()))
 
     async def events(self, completion: Completion) -> AsyncIterator[bytes]:
         """Yield server-sent events."""
         while (change := await self._changes.get()) is not None:
             if isinstance(change, Exception):
-                yield _event(error_object(change))
+                yield _event(error_object(change, AFTER_QUEUE_STATUS))
                 return
-            yield _event(change)
+            if _is_large(change):
+                yield await asyncio.to_thread(_event, change)
+            else:
+                yield _event(change)
         if completion.options.include_usage:
             yield _event(completion.chunk([], completion.usage()))
         yield b"data: [DONE]\n\n"
@@ -212,22 +219,32 @@ async def _read_content(request: Request) -> bytes:
     return bytes(content)
 
 
-def error_object(error: Exception) -> dict[str, Any]:
-    """Return OpenAI's object of an error."""
-    code, param = "serve.failed", None  # such as out of memory
-    if isinstance(error, UserError):
-        code = error.code
-        param = error.fields.get("param")
-    kind = "invalid_request_error" if STATUSES.get(code, 400) < 429 else "server_error"
-    return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
+def status_of(error: Exception, default_status: int) -> int:
+    """Return the HTTP status of an error; `default_status` of those that have none of their own."""
+    return STATUSES.get(_code_of(error), default_status)
+
+
+def _code_of(error: Exception) -> str:
+    # others are such as out of memory
+    return error.code if isinstance(error, UserError) else "serve.failed"
+
+
+def error_object(error: Exception, default_status: int = 400) -> dict[str, Any]:
+    """Return OpenAI's object of an error, the same in an answer and in a stream."""
+    is_of_request = status_of(error, default_status) < 429
+    return {
+        "error": {
+            "message": str(error),
+            "type": "invalid_request_error" if is_of_request else "server_error",
+            "param": error.fields.get("param") if isinstance(error, UserError) else None,
+            "code": _code_of(error),
+        }
+    }
 
 
 def error_response(error: Exception, default_status: int = 400) -> Response:
-    content = error_object(error)
-    status = STATUSES.get(content["error"]["code"], default_status)
-    if status >= 500:
-        content["error"]["type"] = "server_error"
-    response = json_response(content, status)
+    status = status_of(error, default_status)
+    response = json_response(error_object(error, default_status), status)
     if status == 429:
         response.headers["Retry-After"] = str(RETRY_AFTER_S)
     return response
@@ -236,6 +253,11 @@ def error_response(error: Exception, default_status: int = 400) -> Response:
 def json_response(content: dict[str, Any], status: int = 200) -> Response:
     # ASCII: an error may show half of a surrogate pair, which has no UTF-8
     return Response(json.dumps(content), status, media_type="application/json")
+
+
+def _is_large(chunk: dict[str, Any]) -> bool:
+    """Return whether a chunk takes long to write, as the first one with an echoed prompt does."""
+    return any(len(choice["text"]) > LARGE_TEXT for choice in chunk["choices"])
 
 
 def _event(content: dict[str, Any]) -> bytes:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from canon_pretrain.core.cli import number_type, positive
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import size
+from canon_pretrain.hf.options import add_loading_options
 
 if TYPE_CHECKING:  # import torch
     import torch
@@ -67,13 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="answers that may wait for a row; clients get 429 beyond (default: %(default)s)",
     )
-    add("--tokenizer", type=Path, metavar="PATH", help="the tokenizer, if the data were moved")
-    add(
-        "--dtype",
-        default="auto",
-        choices=("auto", "float32", "bfloat16"),
-        help="(default: bfloat16 on a GPU, else float32)",
-    )
+    add_loading_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -4,9 +4,9 @@ import functools
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from canon_pretrain.hf.sampling import Detokenizer, Sampler
+from canon_pretrain.hf.sampling import Continuation, Sampler
 from canon_pretrain.serve.body import CompletionOptions, Prompt
 from canon_pretrain.serve.scheduler import Reason, Request, ScoredToken
 
@@ -31,6 +31,13 @@ class TokenTexts:
         return text if text and "\ufffd" not in text else f"token_id:{token}"
 
 
+class PlacedToken(NamedTuple):
+    """A token, and the position in the choice's text at which its own text begins."""
+
+    token: ScoredToken
+    offset: int
+
+
 class Choice:
     """One answer: its text, which ends before any of `stops`, and its tokens.
 
@@ -48,29 +55,22 @@ class Choice:
         self.index = index
         self.reason: Reason | None = None
         self.num_tokens = 0
-        self.ids: list[int] = []
         self._options = options
-        self._eos_id = sampler.tokenizer.eos_id
-        self._task = sampler.task
         self._token_texts = token_texts
+        self._answer = Continuation(sampler, prompt.ids, splits_prompt=options.echo)
 
-        # The prompt goes through the detokenizer too, and is a part of the text if it is echoed.
-        self._detokenizer = Detokenizer(sampler.decode)
+        # The text begins with that of the prompt if it is echoed.
         self._text = ""
         self._prompt_offsets = []  # of the tokens' texts
         if options.echo:
-            for token in prompt.ids:
+            for text in self._answer.prompt_texts:
                 self._prompt_offsets.append(len(self._text))
-                self._text += self._detokenizer.add([token])
-            self._text += self._detokenizer.flush()
-        else:
-            self._detokenizer.add(prompt.ids)
-            self._detokenizer.flush()
+                self._text += text
         self._answer_start = len(self._text)
         self._is_cut = False
 
-        # Tokens with offsets of their texts: those of an echoed prompt, then the answer's.
-        self._scored: list[tuple[ScoredToken, int]] = []
+        # Those of an echoed prompt, then the answer's.
+        self._tokens: list[PlacedToken] = []
         self._num_added = prompt.num_added
         self._num_prompt_tokens = 0
         self._num_taken = 0  # characters
@@ -78,66 +78,73 @@ class Choice:
 
     def add_prompt(self, tokens: Sequence[ScoredToken]) -> None:
         """Add the tokens of an echoed prompt, with their log-probabilities; not an added EOS."""
-        scored = [*zip(tokens, self._prompt_offsets, strict=True)]
-        self._scored += scored[self._num_added :]
-        self._num_prompt_tokens = len(self._scored)
+        placed = zip(tokens, self._prompt_offsets, strict=True)
+        self._tokens += [PlacedToken(*pair) for pair in placed][self._num_added :]
+        self._num_prompt_tokens = len(self._tokens)
 
     def add(self, token: ScoredToken) -> bool:
         """Add a token; return whether the answer continues. EOS has no text."""
         self.num_tokens += 1
         if self._options.num_top is not None:
-            self._scored.append((token, len(self._text)))
-        if token.id == self._eos_id:
-            return False
-        self.ids.append(token.id)
-        num_before = len(self._text)
-        self._text += self._detokenizer.add([token.id])
-        if self._cut_at_stop(num_before):
-            return False
-        return self._task is None or not self._task.is_complete(self.ids)
+            self._tokens.append(PlacedToken(token, len(self._text)))
+        self._answer.append(token.id)
+        is_stopped = self._add_new_text(is_last=False)
+        return not (is_stopped or self._answer.is_complete)
 
     def end(self, reason: Reason) -> None:
+        """Add the rest of the text, unless a stop text has ended it."""
         self.reason = reason
-        if not self._is_cut:
-            num_before = len(self._text)
-            self._text += self._detokenizer.flush()
-            if self._cut_at_stop(num_before):
-                self.reason = "stop"
+        if not self._is_cut and self._add_new_text(is_last=True):
+            self.reason = "stop"
 
-    def _cut_at_stop(self, num_before: int) -> bool:
-        """Cut the text before the first stop text in it, which ends after `num_before`."""
+    def _add_new_text(self, *, is_last: bool) -> bool:
+        """Add the text that the last tokens complete; return whether it has a stop text."""
+        num_before = len(self._text)
+        self._text += self._answer.decode_new(is_last=is_last)
+
+        # A stop text that ends in the new characters begins less than its length before them, and
+        # not in the prompt.
         starts = []
         for stop in self._options.stops:
-            first = max(self._answer_start, num_before - len(stop) + 1)
-            starts.append(self._text.find(stop, first))
-        found = [start for start in starts if start >= 0]
-        if not found:
+            first_start = max(self._answer_start, num_before - len(stop) + 1)
+            start = self._text.find(stop, first_start)
+            if start >= 0:
+                starts.append(start)
+        if not starts:
             return False
-        self._is_cut = True
-        self._text = self._text[: min(found)]
-        # without the tokens of which nothing is left
-        answer_tokens = self._scored[self._num_prompt_tokens :]
-        num_gone = sum(offset >= len(self._text) for _, offset in answer_tokens)
-        del self._scored[len(self._scored) - num_gone :]
+        self._cut(min(starts))
         return True
+
+    def _cut(self, length: int) -> None:
+        """Keep the first `length` characters, and the answer's tokens whose texts begin there."""
+        self._is_cut = True
+        self._text = self._text[:length]
+        prompt_tokens = self._tokens[: self._num_prompt_tokens]
+        answer_tokens = self._tokens[self._num_prompt_tokens :]
+        self._tokens = prompt_tokens + [
+            placed for placed in answer_tokens if placed.offset < length
+        ]
 
     def _num_stable(self) -> int:
         """Return how many characters no later token changes or cuts."""
         if self.reason is not None:
             return len(self._text)
-        longest = max(map(len, self._options.stops), default=1) - 1
-        for length in range(min(longest, len(self._text) - self._answer_start), 0, -1):
-            if any(stop.startswith(self._text[-length:]) for stop in self._options.stops):
-                return len(self._text) - length
-        return len(self._text)
+
+        # The end of the answer may be the beginning of a stop text, which later tokens complete.
+        longest_stop = max(map(len, self._options.stops), default=0)
+        answer_end = self._text[self._answer_start :][-longest_stop:] if longest_stop else ""
+        num_unsure = 0
+        for stop in self._options.stops:
+            num_unsure = max(num_unsure, overlap(answer_end, stop))
+        return len(self._text) - num_unsure
 
     def take(self) -> Json | None:
         """Return the choice with what was not taken before; None if there is nothing new."""
         num_stable = self._num_stable()
         text = self._text[self._num_taken : num_stable]
-        new_tokens = self._scored[self._num_taken_tokens :]
+        new_tokens = self._tokens[self._num_taken_tokens :]
         if self.reason is None:
-            new_tokens = [scored for scored in new_tokens if scored[1] < num_stable]
+            new_tokens = [placed for placed in new_tokens if placed.offset < num_stable]
             if not text and not new_tokens:
                 return None
         self._num_taken = num_stable
@@ -145,32 +152,49 @@ class Choice:
         return {
             "index": self.index,
             "text": text,
-            "logprobs": self._logprobs(new_tokens),
+            "logprobs": None if self._options.num_top is None else self._logprobs(new_tokens),
             "finish_reason": self.reason,
         }
 
-    def _logprobs(self, scored: Sequence[tuple[ScoredToken, int]]) -> Json | None:
-        if self._options.num_top is None:
-            return None
-        tops: list[dict[str, float] | None] = []
-        for token, _ in scored:
-            if token.logp is None:
-                tops.append(None)
-                continue
-            # the chosen token is always among them
-            top: dict[str, float] = {}
-            for other, logp in (*token.top, (token.id, token.logp)):
-                name = self._token_texts.of(other)
-                if name in top and other not in (token.id, token.top[0][0]):
-                    name = f"token_id:{other}"
-                top.setdefault(name, logp)
-            tops.append(top)
-        return {
-            "tokens": [self._token_texts.of(token.id) for token, _ in scored],
-            "token_logprobs": [token.logp for token, _ in scored],
-            "top_logprobs": tops,
-            "text_offset": [offset for _, offset in scored],
+    def _logprobs(self, tokens: Sequence[PlacedToken]) -> Json:
+        """Return OpenAI's object of the tokens' log-probabilities: a list per fact."""
+        logprobs: Json = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
         }
+        for token, offset in tokens:
+            logprobs["tokens"].append(self._token_texts.of(token.id))
+            logprobs["token_logprobs"].append(token.logp)
+            logprobs["top_logprobs"].append(self._top_logprobs(token))
+            logprobs["text_offset"].append(offset)
+        return logprobs
+
+    def _top_logprobs(self, token: ScoredToken) -> dict[str, float] | None:
+        """Return log-probabilities by text, of the likeliest tokens and of `token` itself.
+
+        None for the first token of a prompt, which has none. Of several tokens with one text, the
+        likeliest has this name and the others their ids', but `token`, which is left out then.
+        """
+        if token.logp is None:
+            return None
+        logps: dict[str, float] = {}
+        for other, logp in token.top:
+            name = self._token_texts.of(other)
+            if name in logps and other != token.id:
+                name = f"token_id:{other}"
+            logps.setdefault(name, logp)
+        logps.setdefault(self._token_texts.of(token.id), token.logp)
+        return logps
+
+
+def overlap(text: str, stop: str) -> int:
+    """Return how many of the last characters of `text` are the first ones of `stop`, not all."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
 
 
 class Completion:

@@ -161,12 +161,13 @@ class Scheduler:
 
     @torch.no_grad()
     def check_rows(self) -> None:
-        """Raise UserError if a mixer of the user's own computes other values in a batch.
+        """Raise UserError if a mixer of the user's own fails or computes other values in a batch.
 
         Its `context.position` is a tensor [B, 1] there, which a rotation may not expect.
         """
         args = self._model.args
-        if not any(kind.is_own_mixer for kind in args.kinds.values()):
+        own_mixers = sorted({kind.mixer for kind in args.kinds.values() if kind.is_own_mixer})
+        if not own_mixers:
             return
 
         # The last of some tokens: by a full pass, and as a row of two lengths.
@@ -181,16 +182,29 @@ class Scheduler:
         rows = RowCache(args, self._device)
         rows.replace([], caches)
         last_B = to_device(torch.tensor([text[-1] for text in texts]), self._device)
-        together_BV = rows.read(self._model, last_B).float()
+        names = " or ".join(own_mixers)
+        way_out = (
+            "context.position is a tensor [B, 1] there, elsewhere [1] or an int: compute positions "
+            "as context.position + torch.arange(num_tokens), as train_configs/mixers/mla.py does"
+        )
+        try:
+            together_BV = rows.read(self._model, last_B).float()
+        except Exception as error:  # whatever code of the user's raises
+            raise UserError(
+                "serve.rows_fail",
+                f"the mixer {names} fails in a batch of rows of different lengths ({error!r}): "
+                f"{way_out}",
+                mixers=own_mixers,
+            ) from error
 
         alone_BV = torch.stack(alone_V).float()
         difference = ((together_BV - alone_BV).abs().max() / alone_BV.std()).item()
         if not difference < ROW_TOLERANCE:  # NaN too
             raise UserError(
                 "serve.rows_differ",
-                f"in a batch of rows of different lengths, the mixer computes logits that differ "
-                f"by {difference:.2g} standard deviations: let it use context.position as a "
-                "tensor [B, 1], or [1]",
+                f"in a batch of rows of different lengths, the mixer {names} computes logits that "
+                f"differ by {difference:.2g} standard deviations: {way_out}",
+                mixers=own_mixers,
                 difference=difference,
             )
 

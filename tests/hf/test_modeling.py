@@ -357,7 +357,7 @@ def test_unsupported_options_of_generate_raise(raises):
     ids = torch.tensor([PROMPTS[1]])
 
     for match, options in (
-        ("cache_implementation", {"cache_implementation": "static"}),
+        ("cache_implementation", {"cache_implementation": "quantized"}),
         ("max_position_embeddings", {"max_new_tokens": 200}),
     ):
         arguments = {"max_new_tokens": 3} | options

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from canon_pretrain.core.files import read_json
 from canon_pretrain.hf import export as exporting
-from canon_pretrain.hf import lingua
+from canon_pretrain.hf import lingua, lingua_linear
+from canon_pretrain.hf.classes import CLASSES
 from canon_pretrain.hf.commands import add_export_arguments, run_export
 from canon_pretrain.hf.export import export
 from canon_pretrain.hf.push import Upload
@@ -188,6 +189,13 @@ def test_the_rows_of_fused_tensors():
 
 
 # -- refusals -----------------------------------------------------------------------------------
+
+
+def test_only_conversions_of_values_need_unrounded_weights():
+    """What a class stores besides ours, such as a tied head, rounds no value."""
+    assert not any(linear.weights.changes_values for linear in lingua_linear.CLASSES)
+    changing = {name for name, standard in CLASSES.items() if standard.changes_values}
+    assert changing == {"inkling", "qwen3_next"}
 
 
 def small_folder(path: Path, name: str = "GLA5 conv", **fields: Any) -> Path:

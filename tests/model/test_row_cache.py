@@ -102,6 +102,11 @@ def test_the_last_rows_fill_the_holes():
     assert order_without([0, 1], 2) == []
 
 
+@pytest.mark.parametrize("name", ["select_rows", "branch", "cut", "snapshot", "fix", "undo_pass"])
+def test_rows_have_no_methods_of_a_cache_of_one_length(name):
+    assert hasattr(Cache, name) and not hasattr(RowCache, name)
+
+
 def test_a_row_longer_than_the_model_reads_is_refused():
     model = build(BASE).eval()
     cache = RowCache(model.args, CPU)

@@ -278,5 +278,12 @@ def test_an_own_mixer_is_checked_before_it_is_served(tmp_path):
 
     scheduler_with(path).check_rows()
     scheduler_of(build(BASE).eval()).check_rows()
-    with refused("serve.rows_differ"):
+    with refused("serve.rows_differ", mixers=[f"{wrong}:LatentAttention"]):
         scheduler_with(wrong).check_rows()
+
+    # and one that can only count from a number
+    failing = tmp_path / "failing.py"
+    failing.write_text(code.replace("= start + torch", "= int(start) + torch"))
+    assert failing.read_text() != code
+    with refused("serve.rows_fail", mixers=[f"{failing}:LatentAttention"]):
+        scheduler_with(failing).check_rows()
