@@ -33,6 +33,14 @@ VARIANTS = [
     "mamba2 AB",
     "mamba2_mlp conv FO",
 ]
+REFUSED = {
+    "alibi ABCD k3 cst relu2 qk_per_head tied": "model.position",
+    "relative ABCD distances6 qk_full gqa": "model.position",
+    "nope BD dynamic sqrt": "model.canon_filter",
+    "partial_rope_b AKQ heads gqa": "model.canon_filter",
+    "rope ABCD documents": "model.document_mask",
+    "nope smear": "model.smear",
+}
 LENGTHS = [1, 2, 3, 9, 20, 20, 31, 7]
 NUM_PAGES = 4  # fewer than sequences
 PADDING = 2
@@ -184,17 +192,7 @@ def test_schedule_starts_again_and_reuses_pages():
     assert any(len(step) > 1 for step in steps)
 
 
-@pytest.mark.parametrize(
-    ("name", "field"),
-    [
-        ("alibi ABCD k3 cst relu2 qk_per_head tied", "model.position"),
-        ("relative ABCD distances6 qk_full gqa", "model.position"),
-        ("nope BD dynamic sqrt", "model.canon_filter"),
-        ("partial_rope_b AKQ heads gqa", "model.canon_filter"),
-        ("rope ABCD documents", "model.document_mask"),
-        ("nope smear", "model.smear"),
-    ],
-)
+@pytest.mark.parametrize(("name", "field"), REFUSED.items())
 def test_models_that_are_not_served_are_refused(name, field):
     with refused("serve.vllm_model", name=field):
         check_served(variant(name))
