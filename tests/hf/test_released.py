@@ -195,7 +195,7 @@ def test_only_conversions_of_values_need_unrounded_weights():
     """What a class stores besides ours, such as a tied head, rounds no value."""
     assert not any(linear.weights.changes_values for linear in lingua_linear.CLASSES)
     changing = {name for name, standard in CLASSES.items() if standard.changes_values}
-    assert changing == {"inkling", "qwen3_next"}
+    assert changing == {"inkling_text", "qwen3_next"}
 
 
 def small_folder(path: Path, name: str = "GLA5 conv", **fields: Any) -> Path:
