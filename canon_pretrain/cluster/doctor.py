@@ -260,16 +260,22 @@ def check_kernels(device_type: str) -> Findings:
     """Report the backends that `auto` selects on this device, and why not the faster ones."""
     from dataclasses import replace
 
-    from canon_pretrain.kernels.backends import OPTIONAL, backend_problem, fla_mixers
+    from canon_pretrain.kernels.backends import (
+        OPTIONAL,
+        RECURRENCES,
+        backend_problem,
+        mixer_problem,
+    )
     from canon_pretrain.model.args import flavor
     from canon_pretrain.model.attend import FLASH_IMPLS, Attend, check_backend
+    from canon_pretrain.model.mixer_table import RECURRENT
 
     # Why each optional backend cannot run the paper's largest model with all Canon layers.
     args = replace(flavor("1b3"), canon_set="ABCD")
     problems = {f"canon {name}": backend_problem(name, device_type) for name in OPTIONAL}
-    adapter = fla_mixers()
-    mixer_problems = [adapter.fla_problem(mixer, args.head_dim) for mixer in adapter.MIXERS]
-    problems["mixer fla"] = next(filter(None, mixer_problems), None)
+    for name in RECURRENCES:
+        mixer_problems = [mixer_problem(mixer, args.head_dim, name) for mixer in RECURRENT]
+        problems[f"mixer {name}"] = next(filter(None, mixer_problems), None)
     for name in (*FLASH_IMPLS, "flash_attn"):
         problems[f"attention {name}"] = None
         try:
@@ -279,11 +285,14 @@ def check_kernels(device_type: str) -> Findings:
 
     on_gpu = device_type == "cuda"
     has_triton = on_gpu and problems["canon triton"] is None
-    has_fla = on_gpu and problems["mixer fla"] is None
+    mixer = "chunked"
+    for name in reversed(RECURRENCES):
+        if on_gpu and problems[f"mixer {name}"] is None:
+            mixer = f"{name}, checked at startup"
     selected = {
         "attention": Attend(args).describe(device_type),
         "canon": "triton, checked at startup" if has_triton else "compiled",
-        "mixer": "fla, checked at startup" if has_fla else "chunked",
+        "mixer": mixer,
     }
     for key, text in selected.items():
         if not on_gpu:

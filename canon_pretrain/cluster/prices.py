@@ -24,8 +24,8 @@ class Price:
     steps: int
     world_size: int
     step_seconds: Range
-    with_fla: bool = False
-    """Whether these assume that flash-linear-attention runs the recurrences."""
+    mixer_backend: str = ""
+    """The kernels by which these assume that recurrences run; "" without one."""
 
     @property
     def gpu_hours(self) -> Range:
@@ -64,7 +64,7 @@ def compute_prices(
             steps=row["steps"],
             world_size=world_size,
             step_seconds=Range(*row["seconds"]),
-            with_fla=row["with_fla"],
+            mixer_backend=row["mixer_backend"],
         )
         for (config, num_runs), row in zip(configs, rows, strict=True)
     ]
@@ -103,8 +103,11 @@ def print_prices(prices: Sequence[Price], gpu: str, console: Console) -> None:
         f"{duration(seconds)} on one GPU, {duration(seconds / GPUS_PER_NODE)} on {GPUS_PER_NODE}; "
         "computed, not measured, without start-up and evaluation"
     )
-    if any(price.with_fla for price in prices):
-        console.print("recurrences with fla-core; without it they take 1.5 to 2 times as long")
+    kernels = {price.mixer_backend for price in prices} - {"", "chunked"}
+    if kernels:
+        console.print(
+            f"recurrences by {' or '.join(sorted(kernels))}; in chunks they take about twice as long"
+        )
 
 
 def _hours(hours: float) -> str:

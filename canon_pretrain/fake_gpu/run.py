@@ -108,7 +108,7 @@ def _complete(arguments: Sequence[str], options: Options, folder: Path) -> list[
         write_random_shards(folder / "data", job.model_args.vocab_size)
         completed += ["--data.path", str(folder / "data")]
     if job.model_args.mixer != "attention":
-        completed += ["--model.mixer_backend", "chunked"]  # fla would be compared with it
+        completed += ["--model.mixer_backend", "chunked"]  # kernels would be compared with it
     if job.samples.interval:
         completed += ["--samples.interval", "0"]  # random tokens have no tokenizer
     return completed
@@ -158,10 +158,18 @@ def _observe_trainer(tracker: Tracker, options: Options, report: Report) -> None
     """Replace what needs a real GPU, and begin a phase wherever the trainer begins one."""
     import torchtitan.train
 
-    from canon_pretrain.titan import checkpoint, launch, parallelize, spec, trainer, validation
+    from canon_pretrain.titan import (
+        backend_choice,
+        checkpoint,
+        launch,
+        parallelize,
+        spec,
+        trainer,
+        validation,
+    )
 
     # Kernels are not run, so they are not compared either; weights have no values.
-    parallelize._check_backend = _check_backend  # type: ignore[assignment]
+    backend_choice._check_canon = _check_canon  # type: ignore[assignment]
     spec.write_shard = lambda parameter, value: None
     checkpoint.CanonCheckpointManager.check_room = lambda self: None  # type: ignore[method-assign]
     launch.check_room = lambda *args, **kwargs: None
@@ -231,9 +239,9 @@ def _label_state(tracker: Tracker, trainer: Any) -> None:
     tracker.label("optimizer (two moments)", moments)
 
 
-def _check_backend(job: Any, backend: str, *details: Any) -> Any:
-    """Answer for `parallelize._check_backend`: Canon's Triton kernels pass, packages do not."""
-    from canon_pretrain.titan.parallelize import CheckResult
+def _check_canon(job: Any, backend: str, *details: Any) -> Any:
+    """Answer for `backend_choice._check_canon`: our Triton kernels pass, packages do not."""
+    from canon_pretrain.titan.backend_choice import CheckResult
 
     problem = None
     if backend != "triton":

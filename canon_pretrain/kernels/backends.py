@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.kernels.compiled import Segments, canon_compiled, canon_gate_compiled, sum_dtype
 from canon_pretrain.kernels.dynamic import canon_dynamic
-from canon_pretrain.kernels.recurrences import CHUNKED, Recurrence
+from canon_pretrain.kernels.recurrences import CHUNKED, Recurrence, values_of
 
 BACKENDS = ("auto", "reference", "compiled", "causal_conv1d", "fla", "triton")
 OPTIONAL = {
@@ -27,7 +28,16 @@ OPTIONAL = {
     "triton": "canon_pretrain.kernels.triton.fused",
 }
 """Backends that need a GPU or a package -> their modules."""
-MIXER_BACKENDS = ("auto", "chunked", "fla")
+MIXER_BACKENDS = ("auto", "chunked", "fla", "triton")
+RECURRENCES = {
+    "triton": "canon_pretrain.kernels.triton.recurrence.operators",
+    "fla": "canon_pretrain.kernels.fla_mixers",
+}
+"""Backends of recurrences that need a GPU -> their modules, in the order that `auto` tries.
+
+Each module has FORMS, recurrences by mixer; `supports(v)`, whether they compute such tensors; and
+`recurrence_problem(mixer, key_dim)`, why they can't compute a mixer here.
+"""
 TRITON_TAPS = 4
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TRITON_CAPABILITY = (8, 0)
@@ -161,15 +171,32 @@ def backend_problem(
     return None
 
 
-def fla_mixers() -> Any:
-    """Import the adapter of fla-core, which is not part of exports."""
-    return importlib.import_module("canon_pretrain.kernels.fla_mixers")
-
-
 def recurrence(mixer: str, backend: str) -> Recurrence:
-    """Return the recurrence of `mixer` for its heads: the chunked form, or the same by fla-core."""
-    form = fla_mixers().FORMS[mixer] if backend == "fla" else partial(chunked, mixer)
+    """Return the recurrence of `mixer` for its heads: in chunks, or by the kernels of `backend`."""
+    form = partial(chunked, mixer)
+    if backend in RECURRENCES:
+        kernels = recurrence_module(backend)
+        form = partial(_kernels_or_chunked, kernels.FORMS[mixer], kernels.supports, mixer)
     return partial(_without_autocast, form)
+
+
+def recurrence_module(backend: str) -> Any:
+    """Import the kernels of a backend in RECURRENCES, which are not part of exports."""
+    return importlib.import_module(RECURRENCES[backend])
+
+
+def _kernels_or_chunked(
+    form: Recurrence,
+    supports: Callable[[Tensor], bool],
+    mixer: str,
+    *heads: Tensor,
+    **past: Any,
+) -> tuple[Tensor, Tensor]:
+    """Compute `form`, or the chunked form for values it does not support, and single tokens."""
+    v_BTHV = values_of(mixer, heads)
+    if v_BTHV.shape[1] > 1 and supports(v_BTHV):
+        return form(*heads, **past)
+    return CHUNKED[mixer](*heads, **past)
 
 
 def _without_autocast(form: Recurrence, *heads: Any, **past: Any) -> tuple[Tensor, Tensor]:
@@ -196,13 +223,26 @@ def chunked(mixer: str, *heads: Tensor, **past: Any) -> tuple[Tensor, Tensor]:
 def check_mixer_backend(mixer: str, key_dim: int, backend: str) -> None:
     """Raise UserError if `backend` is unknown or cannot compute this mixer on this machine."""
     check_choice("mixer_backend", backend, MIXER_BACKENDS)
-    if backend == "fla" and (problem := fla_mixers().fla_problem(mixer, key_dim)):
+    if problem := mixer_problem(mixer, key_dim, backend):
         raise UserError(
             "mixer.unavailable",
             f'mixer_backend = "{backend}", but {problem}; or choose "auto"',
             backend=backend,
             problem=problem,
         )
+
+
+def mixer_problem(mixer: str, key_dim: int, backend: str) -> str | None:
+    """Return why `backend` can't compute `mixer` on this machine, or None; runs no kernel."""
+    if backend not in RECURRENCES:
+        return None
+    if backend == "triton":
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        problem = backend_problem("triton", device_type)
+        if problem is not None:
+            return problem
+    kernels_problem: str | None = recurrence_module(backend).recurrence_problem(mixer, key_dim)
+    return kernels_problem
 
 
 def triton_kernels(backend: str, x: Tensor) -> Any:

@@ -9,7 +9,6 @@ N = K state, P = V head dim.
 """
 
 import importlib
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from canon_pretrain.kernels import packages
 from canon_pretrain.kernels.packages import PACKAGES, package_problem
-from canon_pretrain.kernels.recurrences import CHUNKED, Recurrence
+from canon_pretrain.kernels.recurrences import Recurrence
 
 FLA = PACKAGES["fla"]
 MIXERS = {
@@ -31,11 +30,9 @@ MIXERS = {
 }
 MAX_DELTA_KEYS = 256
 """The widest key of the package's delta rule."""
-MAX_ERROR = 2**-4
-"""Of the startup check, over the largest value: products are in bfloat16 or TF32."""
 
 
-def fla_problem(mixer: str, key_dim: int) -> str | None:
+def recurrence_problem(mixer: str, key_dim: int) -> str | None:
     """Return why the package can't compute `mixer` here, or None; runs no kernel."""
     if mixer not in MIXERS:
         return f'model.mixer = "{mixer}" has no recurrence'
@@ -77,17 +74,12 @@ def delta(*heads: Tensor, state: Tensor | None, starts_BT: Tensor | None) -> tup
     return _recur("gated_deltanet", key_width**-0.5, heads, state, starts_BT)
 
 
-def _package_or_chunked(mixer: str, *heads: Tensor, **past: Any) -> tuple[Tensor, Tensor]:
-    """Compute the chunked form for values that the package does not support, and single tokens."""
-    v_BTHV = heads[0] if mixer == "mamba2" else heads[2]
-    is_supported = v_BTHV.device.type in packages.DEVICE_TYPES and v_BTHV.dtype in packages.DTYPES
-    if is_supported and v_BTHV.shape[1] > 1:
-        return _PACKAGE[mixer](*heads, **past)
-    return CHUNKED[mixer](*heads, **past)
+FORMS: dict[str, Recurrence] = {"gla": gla, "mamba2": ssd, "gated_deltanet": delta}
 
 
-_PACKAGE: dict[str, Recurrence] = {"gla": gla, "mamba2": ssd, "gated_deltanet": delta}
-FORMS: dict[str, Recurrence] = {mixer: partial(_package_or_chunked, mixer) for mixer in _PACKAGE}
+def supports(v_BTHV: Tensor) -> bool:
+    """Return whether the package computes tensors like v."""
+    return v_BTHV.device.type in packages.DEVICE_TYPES and v_BTHV.dtype in packages.DTYPES
 
 
 def _recur(
@@ -219,80 +211,3 @@ def _backward(ctx: Any, do: Tensor, dfinal: Tensor) -> tuple[Any, ...]:
 
 
 fla_forward.register_autograd(_backward, setup_context=_save)
-
-
-def check_mixer(
-    mixer: str, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device
-) -> str | None:
-    """Return why the package must not compute `mixer` here, or None.
-
-    Compares values, states and gradients of two heads with the chunked form in float32.
-    """
-    if problem := fla_problem(mixer, key_dim):
-        return problem
-
-    # Both forms for the same inputs.
-    heads, state, starts_BT = _probe_inputs(mixer, key_dim, value_dim, dtype, device)
-    exact_heads = [x.float() for x in heads]
-    try:
-        results = _values_and_gradients(FORMS[mixer], mixer, heads, state, starts_BT)
-        exact_results = _values_and_gradients(CHUNKED[mixer], mixer, exact_heads, state, starts_BT)
-    except Exception as error:  # of Triton, its compiler, the driver
-        first_line = str(error).strip().partition("\n")[0]
-        return f"{type(error).__name__}: {first_line}"
-
-    for number, (result, exact) in enumerate(zip(results, exact_results, strict=True)):
-        largest_error = (result.float() - exact).abs().max()
-        distance = (largest_error / exact.abs().max()).item()
-        if not distance <= MAX_ERROR:  # NaN too
-            return f"result {number} is {distance:.2g} away from the chunked form's"
-    return None
-
-
-def _probe_inputs(
-    mixer: str, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device
-) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-    """Draw the heads, the state and the starts of two rows of 150 tokens with two heads."""
-    num_rows = 2
-    num_tokens = 150
-    num_heads = 2
-    shape = (num_rows, num_tokens, num_heads)
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*sizes: int) -> Tensor:
-        return torch.randn(sizes, generator=generator, device="cpu").to(device)
-
-    q = F.normalize(normal(*shape, key_dim), dim=-1).to(dtype)
-    k = F.normalize(normal(*shape, key_dim), dim=-1).to(dtype)
-    v = normal(*shape, value_dim).to(dtype)
-    state = normal(num_rows, num_heads, key_dim, value_dim)
-    log_decay = F.logsigmoid(normal(*shape, key_dim))
-    tokens_T = torch.arange(num_tokens, device=device)
-    starts_BT = tokens_T.expand(num_rows, -1) == 70
-
-    log_decay_BTH = log_decay[..., 0]
-    heads: dict[str, tuple[Tensor, ...]] = {
-        "gla": (q, k, v, log_decay),
-        # x, dt, A, B, C, D
-        "mamba2": (
-            v,
-            -log_decay_BTH,
-            log_decay_BTH[0, 0],
-            k[:, :, 0],
-            q[:, :, 0],
-            log_decay_BTH[0, 1],
-        ),
-        "gated_deltanet": (q, k, v, log_decay_BTH, log_decay_BTH.exp()),
-    }
-    return heads[mixer], state, starts_BT
-
-
-def _values_and_gradients(
-    form: Recurrence, mixer: str, heads: Sequence[Tensor], state: Tensor, starts_BT: Tensor
-) -> list[Tensor]:
-    """Return outputs, the last state, and the gradients of half the sum of their squares."""
-    inputs = [x.detach().clone().requires_grad_() for x in (*heads, state)]
-    options = {"scale": 0.5} if mixer == "gla" else {}
-    outputs = form(*inputs[:-1], state=inputs[-1], starts_BT=starts_BT, **options)
-    output_grads = [y.detach() for y in outputs]
-    return [*outputs, *torch.autograd.grad(outputs, inputs, output_grads)]

@@ -1,6 +1,6 @@
 """The chunked recurrences by the name of their mixer: for backends.py and its adapters."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -15,3 +15,8 @@ CHUNKED: dict[str, Recurrence] = {
     "mamba2": chunked_ssd,
     "gated_deltanet": chunked_delta,
 }
+
+
+def values_of(mixer: str, heads: Sequence[Tensor]) -> Tensor:
+    """Return the values [B, T, H, V] among the inputs of a form: v, and Mamba2's x."""
+    return heads[0] if mixer == "mamba2" else heads[2]

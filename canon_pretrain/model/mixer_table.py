@@ -79,9 +79,9 @@ class RecurrentMixer(NamedTuple):
     temporary_bytes: int
     """Per token and channel of the values, in the backward graph of the chunked form: counted by
     the trainer on fake GPUs at 1.3B."""
-    chunked_slowdown: float
-    """Time of a step by the chunked form over that by fla, computed for the 1.3B models on an H100;
-    1 if fla does not compute it (kernels/fla_mixers.py)."""
+    step_times: Mapping[str, float]
+    """Time of a step by the backends of the recurrence, computed for the 1.3B models on an H100;
+    that by triton is 1."""
     h100_step_factor: float
     """Time of a training step on an H100 over that of attention at equal FLOPs, with what
     mixer_backend = "auto" takes; computed for boards/price.py."""
@@ -197,7 +197,7 @@ RECURRENT: Mapping[str, RecurrentMixer] = MappingProxyType(
             num_parameters=_gla_parameters,
             state_products=2,
             temporary_bytes=66,  # 63 to 69
-            chunked_slowdown=1.8,
+            step_times={"triton": 1.0, "fla": 1.05, "chunked": 1.9},
             h100_step_factor=1.45,
             embedding_std=None,
             has_llama_names=True,
@@ -216,7 +216,7 @@ RECURRENT: Mapping[str, RecurrentMixer] = MappingProxyType(
             num_parameters=_mamba2_parameters,
             state_products=2,
             temporary_bytes=28,  # 24 to 31
-            chunked_slowdown=1.5,
+            step_times={"triton": 1.0, "fla": 1.4, "chunked": 2.1},
             h100_step_factor=3.9,
             # `initializer_range` of transformers 4.47, which the paper's code requires
             embedding_std=0.1,
@@ -242,7 +242,7 @@ RECURRENT: Mapping[str, RecurrentMixer] = MappingProxyType(
             num_parameters=_gated_deltanet_parameters,
             state_products=3,  # the delta rule reads it once more
             temporary_bytes=37,  # 36 to 38
-            chunked_slowdown=2.0,
+            step_times={"triton": 1.0, "fla": 1.05, "chunked": 2.1},
             h100_step_factor=1.9,
             embedding_std=None,
             has_llama_names=True,

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from canon_pretrain.kernels.backends import compile_options
 from canon_pretrain.kernels.graphs import base_of, results_of
+from canon_pretrain.kernels.recurrences import values_of
 from canon_pretrain.kernels.traffic import estimate_work
 from canon_pretrain.kernels.work import Work
 from canon_pretrain.model.args import ModelArgs, without_positions
@@ -170,11 +171,13 @@ def _is_fused_with_qk_norm(layer: ModelArgs) -> bool:
     return layer.qk_norm == "full" and bool(sites & {*"QK"}) and not sites & {*"ACD"}
 
 
-def compiled_block_costs(args: ModelArgs, dtype: torch.dtype, canon_backend: str) -> BlockCosts:
+def compiled_block_costs(
+    args: ModelArgs, dtype: torch.dtype, canon_backend: str, mixer_backend: str = "chunked"
+) -> BlockCosts:
     """Return what a block compiled for a GPU costs per token.
 
-    `canon_backend`: "triton" or "compiled". Takes about four seconds, and resets dynamo: call it
-    before a model is compiled in this process.
+    `canon_backend`: "triton" or "compiled"; `mixer_backend`: "triton" or "chunked". Takes about
+    four seconds, and resets dynamo: call it before a model is compiled in this process.
     """
     # a block knows neither its number nor a vocabulary: boards count one for all depths and tasks
     args = dataclasses.replace(
@@ -184,7 +187,7 @@ def compiled_block_costs(args: ModelArgs, dtype: torch.dtype, canon_backend: str
         vocab_size=ModelArgs().vocab_size,
         eos_id=0,
     )
-    return _traced_costs(args, dtype, canon_backend)
+    return _traced_costs(args, dtype, canon_backend, mixer_backend)
 
 
 def _traced_tokens(args: ModelArgs) -> int:
@@ -202,7 +205,9 @@ def _traced_tokens(args: ModelArgs) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _traced_costs(args: ModelArgs, dtype: torch.dtype, canon_backend: str) -> BlockCosts:
+def _traced_costs(
+    args: ModelArgs, dtype: torch.dtype, canon_backend: str, mixer_backend: str
+) -> BlockCosts:
     num_tokens = args.max_seq_len
     kept: list[int] = []  # bytes, by graph
     forward = Work()
@@ -221,7 +226,14 @@ def _traced_costs(args: ModelArgs, dtype: torch.dtype, canon_backend: str) -> Bl
         return empty_results(graph)
 
     with seen_on_gpu():
-        trace_block(args, dtype, canon_backend, count, constant_shapes=constant_shapes)
+        trace_block(
+            args,
+            dtype,
+            canon_backend,
+            count,
+            mixer_backend=mixer_backend,
+            constant_shapes=constant_shapes,
+        )
 
     # A fused attention kernel also keeps the logarithm of the sum of each row, in float32.
     row_sum_bytes = 4 * args.num_heads if args.mixer == "attention" else 0
@@ -234,6 +246,7 @@ def trace_block(
     canon_backend: str,
     compile_graph: Callable[..., Any],
     *,
+    mixer_backend: str = "chunked",
     micro_batch: int = 1,
     device: str = "cpu",
     constant_shapes: set[torch.Size] | None = None,
@@ -241,8 +254,8 @@ def trace_block(
     """Compile a block as in training, forward and backward, on tensors without data.
 
     `compile_graph` takes the place of Inductor's code generator. Attention is an opaque operator,
-    and recurrences are in the chunked form. The shapes of parameters and tables are added to
-    `constant_shapes` before the first graph is compiled. Resets dynamo.
+    and so is a recurrence, unless it is in the chunked form. The shapes of parameters and tables
+    are added to `constant_shapes` before the first graph is compiled. Resets dynamo.
     """
 
     def backend(graph: fx.GraphModule, inputs: list[Tensor]) -> Any:
@@ -258,6 +271,9 @@ def trace_block(
         block = _make_block(
             args, OpaqueAttend, canon_backend=canon_backend, mixer_backend="chunked"
         ).to(dtype)
+    if mixer_backend != "chunked" and args.recurrent is not None:
+        mixer: Any = block.attention
+        mixer.recurrence = functools.partial(opaque_recurrence, args.mixer)
 
     torch._dynamo.reset()
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
@@ -387,3 +403,40 @@ class OpaqueAttend(Attend):
         if biases_BTHE is not None:
             inputs.append(biases_BTHE)
         return _attention([tensor.contiguous() for tensor in inputs])
+
+
+# `heads`: the inputs of a recurrence in the order of its form, without the state
+@torch.library.custom_op("canon_pretrain_opaque::recurrence", mutates_args=())
+def _recurrence(heads: list[Tensor], starts: Tensor | None, mixer: str) -> Tensor:
+    return torch.empty_like(values_of(mixer, heads))
+
+
+@torch.library.custom_op("canon_pretrain_opaque::recurrence_backward", mutates_args=())
+def _recurrence_backward(dy: Tensor, heads: list[Tensor], starts: Tensor | None) -> list[Tensor]:
+    return [torch.empty_like(head) for head in heads]
+
+
+def _save_recurrence(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    heads, starts, _ = inputs
+    ctx.save_for_backward(starts, *heads)
+
+
+def _recurrence_gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    starts, *heads = ctx.saved_tensors
+    return _recurrence_backward(dy.contiguous(), heads, starts), None, None
+
+
+_recurrence.register_fake(
+    lambda heads, starts, mixer: torch.empty_like(values_of(mixer, heads)).contiguous()
+)
+_recurrence_backward.register_fake(
+    lambda dy, heads, starts: [head.new_empty(head.shape) for head in heads]
+)
+_recurrence.register_autograd(_recurrence_gradients, setup_context=_save_recurrence)
+
+
+def opaque_recurrence(
+    mixer: str, *heads: Tensor, state: None, starts_BT: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Return a recurrence's output by one opaque operator, without the last state."""
+    return _recurrence([head.contiguous() for head in heads], starts_BT, mixer), None

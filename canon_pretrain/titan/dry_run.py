@@ -41,6 +41,7 @@ from canon_pretrain.model.counts import (
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.config import valid_world_sizes
 from canon_pretrain.run.sections import Loss
+from canon_pretrain.titan.backend_choice import planned_recurrence, recurrence_slowdown
 from canon_pretrain.titan.costs import (
     block_bytes,
     compiled_block_costs,
@@ -50,9 +51,9 @@ from canon_pretrain.titan.costs import (
 from canon_pretrain.titan.data import open_shards, open_task
 from canon_pretrain.titan.device import has_accelerator
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, shard_degree
-from canon_pretrain.titan.parallelize import all_experts, chunked_slowdown
+from canon_pretrain.titan.parallelize import all_experts
 from canon_pretrain.titan.spec import head_loss
-from canon_pretrain.titan.step_time import StepCounts, count_step, step_seconds
+from canon_pretrain.titan.step_time import count_step, step_seconds
 from canon_pretrain.titan.tasks import TaskWindows
 
 GIB = 2**30
@@ -391,7 +392,7 @@ class Plan:
 
     @functools.cached_property
     def step_seconds(self) -> Range:
-        """Seconds of a step: slow, likely and fast; a recurrence runs in fla if it may.
+        """Seconds of a step: slow, likely and fast, if the planned kernels pass their checks.
 
         Computing them takes seconds.
         """
@@ -399,17 +400,28 @@ class Plan:
             flops_per_s = self.world_size * self.device.flops_per_s
             seconds = self.job.tokens_per_step * self.flops_per_token / flops_per_s
             return Range(seconds, seconds, seconds)
-        return step_seconds(self._counts, self.gpu, speedup=self.fla_speedup)
+        return self._step_seconds(self.recurrence)
 
     @property
     def chunked_seconds(self) -> float:
         """The likely seconds of the whole run with recurrences in the chunked form."""
         assert self.gpu is not None, "only a computed time depends on the form"
-        return step_seconds(self._counts, self.gpu).likely * self.job.training.steps
+        return self._step_seconds("chunked").likely * self.job.training.steps
 
-    @functools.cached_property
-    def _counts(self) -> StepCounts:
-        return count_step(self.job, self.world_size)
+    def _step_seconds(self, recurrence: str) -> Range:
+        """Return `step_seconds` with recurrences by this backend."""
+        assert self.gpu is not None
+        if recurrence == "fla":  # its kernels are not counted: a computed share of the chunked time
+            share = recurrence_slowdown(self.job.model_args, "fla", over="chunked")
+            return Range(*(share * seconds for seconds in self._step_seconds("chunked")))
+        counts = count_step(self.job, self.world_size, recurrence or "chunked")
+        return step_seconds(counts, self.gpu)
+
+    @property
+    def recurrence(self) -> str:
+        """The planned backend of recurrences; "" for a model that has none."""
+        has_recurrence = any(layer.recurrent for layer in self.job.model_args.kinds.values())
+        return planned_recurrence(self.job) if has_recurrence else ""
 
     @property
     def gpu(self) -> Gpu | None:
@@ -418,13 +430,6 @@ class Plan:
         if not self.job.compile.enable or mode not in ("none", "full"):
             return None
         return self.device.gpu
-
-    @property
-    def fla_speedup(self) -> float:
-        """Estimated speed of fla over the chunked form, 1 for a model that does not use fla."""
-        if self.job.model.mixer_backend == "chunked":
-            return 1.0
-        return chunked_slowdown(self.job.model_args)
 
     @property
     def seconds(self) -> float:
@@ -735,8 +740,8 @@ def _pace(job: CanonJobConfig, plan: Plan) -> str:
     slow, likely, fast = map(_milliseconds, plan.step_seconds)
     step_time = f"{likely} per step ({fast} to {slow})"
     text = f"{ranks}: {time}, {step_time}, MFU {plan.mfu:.0%}, computed"
-    if plan.fla_speedup > 1:
-        text = f"{text} with fla; without it {duration(plan.chunked_seconds)}"
+    if plan.recurrence not in ("", "chunked"):
+        text = f"{text} with {plan.recurrence}; by chunks {duration(plan.chunked_seconds)}"
     return text
 
 

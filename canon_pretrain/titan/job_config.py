@@ -47,7 +47,7 @@ class Model(_model_overrides(), titan.Model):  # type: ignore[misc]  # a class i
     canon_backend: str = "auto"
     """reference, compiled, causal_conv1d, fla, triton; auto: triton if it passes its check."""
     mixer_backend: str = "auto"
-    """chunked, fla; auto: fla on a GPU if fla-core is installed and passes its check."""
+    """chunked, triton, fla; auto: on a GPU the first of triton and fla that passes its check."""
 
 
 @dataclass

@@ -28,6 +28,7 @@ from canon_pretrain.run.identity import IDENTITY, PER_LAUNCH_KEYS, Changes, diff
 from canon_pretrain.run.launches import LaunchRecord, config_hash
 from canon_pretrain.run.session import Session, archive_traces
 from canon_pretrain.run.source import code_hashes
+from canon_pretrain.titan.backend_choice import BackendChoice
 from canon_pretrain.titan.checkpoint import DISK_HINT, check_room, full_bytes
 from canon_pretrain.titan.data import OpenedData
 from canon_pretrain.titan.job_config import (
@@ -42,7 +43,6 @@ from canon_pretrain.titan.job_config import (
 )
 from canon_pretrain.titan.keys import dotted
 from canon_pretrain.titan.metrics import CanonMetrics
-from canon_pretrain.titan.parallelize import BackendChoice
 from canon_pretrain.titan.resume import RankZero, check_initial
 
 
@@ -410,12 +410,14 @@ def record_launch(
 
     # `auto` may have chosen another backend than in the last launch.
     changes = compared.changes | compared.config_changes
-    if canon is not None:
-        header |= {"canon_backend": canon.backend, "canon_backend_why": canon.reason}
-        if record is not None and step and "model.canon_backend" not in changes:
-            old_backend = (launches.newest_launch(folder) or {}).get("canon_backend")
-            if old_backend not in (None, canon.backend):
-                changes["canon_backend"] = [old_backend, canon.backend]
+    for name, choice in (("canon_backend", canon), ("mixer_backend", mixer)):
+        if choice is None:
+            continue
+        header |= {name: choice.backend, f"{name}_why": choice.reason}
+        if record is not None and step and f"model.{name}" not in changes:
+            old_backend = (launches.newest_launch(folder) or {}).get(name)
+            if old_backend not in (None, choice.backend):
+                changes[name] = [old_backend, choice.backend]
 
     # The log first. config.json last: if killed before it is written, the next launch logs the
     # changes again.
@@ -423,21 +425,15 @@ def record_launch(
         metrics.event("resume", from_step=step, **header)
     else:
         metrics.event("start", **header)
-    if canon is not None and canon.refused:
-        metrics.event(
-            "canon_fallback",
-            step=step,
-            refused="triton",
-            reason=canon.refused,
-        )
-    if mixer is not None and mixer.refused:
-        metrics.event(
-            "mixer_fallback",
-            step=step,
-            refused="fla",
-            reason=mixer.refused,
-            slowdown=mixer.slowdown,
-        )
+    for name, choice in (("canon_fallback", canon), ("mixer_fallback", mixer)):
+        for refusal in choice.refused if choice is not None else ():
+            metrics.event(
+                name,
+                step=step,
+                refused=refusal.backend,
+                reason=refusal.problem,
+                slowdown=refusal.slowdown,
+            )
     if changes or compared.code_changes:
         metrics.event(
             "changed",
@@ -465,7 +461,7 @@ def record_launch(
 def _launch_fields(step: int, header: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of launch.json: those of the log event, and this machine's devices."""
     num_gpus = torch.cuda.device_count()
-    names = ("world_size", "hosts", "config_hash", "canon_backend")
+    names = ("world_size", "hosts", "config_hash", "canon_backend", "mixer_backend")
     versions = ("canon_pretrain", "torch", "torchtitan")
     return {
         **{name: header.get(name) for name in names},

@@ -3,7 +3,7 @@
     python -m canon_pretrain.titan.prices '{"gpu": "h100", "world_size": 1}' < CONFIGS
 
 Reads a JSON list of the trainer's arguments per config from standard input, and prints a JSON list
-of {"seconds": [slow, likely, fast], "steps": N, "with_fla": true}.
+of {"seconds": [slow, likely, fast], "steps": N, "mixer_backend": "triton"}.
 """
 
 import json
@@ -31,7 +31,7 @@ def main() -> None:
                 {
                     "seconds": plan.step_seconds,
                     "steps": job.last_step,
-                    "with_fla": plan.fla_speedup > 1,
+                    "mixer_backend": plan.recurrence,
                 }
             )
         print(json.dumps(rows))

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torchtitan.config import TORCH_DTYPE_MAP
 
+from canon_pretrain.kernels.recurrence_work import triton_work
 from canon_pretrain.kernels.work import Work
 from canon_pretrain.machine.gpus import GPUS_PER_NODE, Gpu, Range
 from canon_pretrain.model.args import ModelArgs
@@ -86,10 +87,11 @@ class StepCounts:
     """Blocks times micro-batches."""
 
 
-def count_step(job: CanonJobConfig, world_size: int) -> StepCounts:
-    """Count a step of `job` on one of `world_size` GPUs, compiled, with recurrences in chunks.
+def count_step(job: CanonJobConfig, world_size: int, mixer_backend: str = "chunked") -> StepCounts:
+    """Count a step of `job` on one of `world_size` GPUs, compiled.
 
-    Takes about four seconds for a block of a new shape, and resets dynamo.
+    `mixer_backend`: of recurrences, "triton" or "chunked". Takes about four seconds for a block of
+    a new shape, and resets dynamo.
     """
     training = job.training
     tokens = micro_batch_size(job, world_size) * training.seq_len  # of a micro-batch
@@ -111,7 +113,7 @@ def count_step(job: CanonJobConfig, world_size: int) -> StepCounts:
     # Both passes of a block; full checkpointing runs the forward pass again.
     blocks = []
     for layer in job.model_args.kinds.values():
-        costs = compiled_block_costs(layer, layout.dtype, planned_backend(job))
+        costs = compiled_block_costs(layer, layout.dtype, planned_backend(job), mixer_backend)
         block = costs.forward.for_tokens(tokens)
         block.add(costs.backward.for_tokens(tokens))
         if layout.recomputes:
@@ -120,6 +122,8 @@ def count_step(job: CanonJobConfig, world_size: int) -> StepCounts:
         if layout.expert_degree > 1:
             block.bytes_moved *= APART_FACTOR
             block.launches *= APART_FACTOR
+        if mixer_backend == "triton":
+            block.add(_recurrence_work(layer, layout))
         blocks.append(block)
     return count_model(job.model_args, layout, *blocks)
 
@@ -172,6 +176,23 @@ def _attention_work(args: ModelArgs, layout: Layout) -> Work:
         bytes_moved=(num_forward + 3) * num_biases * layout.dtype.itemsize,
         flops=Counter({kind: num_products * product_flops}),
     )
+
+
+def _recurrence_work(args: ModelArgs, layout: Layout) -> Work:
+    """Return the work of our Triton kernels for a block's recurrence, forward and backward."""
+    if args.recurrent is None:
+        return Work()
+    passes = ["forward", "backward"]
+    if layout.recomputes:
+        passes.append("forward")
+
+    total = Work()
+    for name in passes:
+        token_work = triton_work(
+            args.mixer, name, args.num_heads, args.key_dim, args.value_dim, layout.dtype.itemsize
+        )
+        total.add(token_work.for_tokens(layout.tokens))
+    return total
 
 
 def _head_work(args: ModelArgs, layout: Layout) -> Work:
@@ -264,17 +285,17 @@ def _received_bytes(args: ModelArgs, layout: Layout) -> tuple[float, float]:
     return received[False], received[True]
 
 
-def step_seconds(counts: StepCounts, gpu: Gpu, *, speedup: float = 1.0) -> Range:
-    """Return the seconds of a step: slow, likely and fast. `speedup`: of the device's work.
+def step_seconds(counts: StepCounts, gpu: Gpu) -> Range:
+    """Return the seconds of a step: slow, likely and fast.
 
     The device runs its kernels one after the other while the host launches the next ones: the
     slower of the two counts. Exchanges overlap with them, but for the share EXPOSED.
     """
     cases = range(len(Range._fields))
-    return Range(*(_step_seconds(counts, gpu, case, speedup) for case in cases))
+    return Range(*(_step_seconds(counts, gpu, case) for case in cases))
 
 
-def _step_seconds(counts: StepCounts, gpu: Gpu, case: int, speedup: float) -> float:
+def _step_seconds(counts: StepCounts, gpu: Gpu, case: int) -> float:
     """Return the seconds in one case, an index of Range."""
     speeds = gpu.speeds
     work = counts.work
@@ -303,5 +324,5 @@ def _step_seconds(counts: StepCounts, gpu: Gpu, case: int, speedup: float) -> fl
     exchange_s += counts.network_bytes / speeds.network_bytes[case]
 
     # The slower of host and device, plus what does not overlap; no faster than the exchanges alone.
-    busy_s = max(device_s / speedup, host_s)
+    busy_s = max(device_s, host_s)
     return max(busy_s + EXPOSED[case] * exchange_s, exchange_s)

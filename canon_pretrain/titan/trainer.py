@@ -31,13 +31,14 @@ from canon_pretrain.run.launches import LaunchRecord
 from canon_pretrain.run.sections import Guards
 from canon_pretrain.run.session import LOST_LOCK, REASONS, Session, describe
 from canon_pretrain.titan import data as titan_data
+from canon_pretrain.titan.backend_choice import choose_canon, choose_mixer
 from canon_pretrain.titan.checkpoint import CanonCheckpointManager
 from canon_pretrain.titan.console import is_terminal
 from canon_pretrain.titan.data import CanonDataLoader, OpenedData
 from canon_pretrain.titan.job_config import HELD_OUT, CanonJobConfig, micro_batch_size
 from canon_pretrain.titan.launch import Comparison, compare, record_launch
 from canon_pretrain.titan.metrics import CanonMetrics, named_data, profiling
-from canon_pretrain.titan.parallelize import choose_canon, choose_mixer, clip_gradients
+from canon_pretrain.titan.parallelize import clip_gradients
 from canon_pretrain.titan.spec import use_train_spec
 from canon_pretrain.titan.validation import CanonValidator, logged_at
 
@@ -272,7 +273,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         self.canon = choose_canon(job, self.device, self.compared.code)
         if self.canon is not None:
             job.model.canon_backend = self.canon.backend
-        self.mixer = choose_mixer(job, self.device)
+        self.mixer = choose_mixer(job, self.device, self.compared.code)
         if self.mixer is not None:
             job.model.mixer_backend = self.mixer.backend
 

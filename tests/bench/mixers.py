@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from canon_pretrain.core.terminal import Console
-from canon_pretrain.kernels.backends import fla_mixers, recurrence
+from canon_pretrain.kernels.backends import RECURRENCES, mixer_problem, recurrence
 from canon_pretrain.kernels.recurrences import CHUNKED
 from canon_pretrain.model.args import fill_sizes
 from canon_pretrain.model.init import initial_value
@@ -66,9 +66,9 @@ def measure(arguments: argparse.Namespace, machine: Machine, log: Log) -> Result
         log(f"{part}: {name}: {times['ratio']:.2f}")
 
     # kernels over SDPA, and over themselves by length
-    for mixer, backend in itertools.product(CHUNKED, ("chunked", "fla")):
-        if backend == "fla" and (problem := fla_mixers().fla_problem(mixer, KEYS)):
-            missing[f"{mixer} by fla"] = problem
+    for mixer, backend in itertools.product(CHUNKED, ("chunked", *RECURRENCES)):
+        if problem := mixer_problem(mixer, KEYS, backend):
+            missing[f"{mixer} by {backend}"] = problem
             continue
         name = f"{mixer} {backend}"
         compare("sdpa", name, kernel_step("sdpa", "", work), kernel_step(mixer, backend, work))

@@ -301,8 +301,8 @@ def measure_mfu(place: Place, rows: Rows) -> None:
 
 
 def time_blocks(place: Place, rows: Rows) -> None:
-    """A 1.3B block without Canon, with it, and with each recurrence by both backends."""
-    from canon_pretrain.kernels.backends import fla_mixers
+    """A 1.3B block without Canon, with it, and with each recurrence by its backends."""
+    from canon_pretrain.kernels.backends import RECURRENCES, mixer_problem
     from canon_pretrain.model.args import flavor
 
     base = flavor("debug" if place.is_cpu else "1b3")
@@ -317,10 +317,11 @@ def time_blocks(place: Place, rows: Rows) -> None:
         for name in LINEAR:
             args = parse(["--config", f"train_configs/{name}.toml"]).model_args
             cases.append((f"{name} chunked", args, "compiled", "chunked"))
-            cases.append((f"{name} fla", args, "compiled", "fla"))
+            for backend in RECURRENCES:
+                cases.append((f"{name} {backend}", args, "compiled", backend))
 
     for name, args, canon, mixer in cases:
-        problem = fla_mixers().fla_problem(args.mixer, args.key_dim) if mixer == "fla" else None
+        problem = mixer_problem(args.mixer, args.key_dim, mixer)
         try:
             rows.add(name, problem or time_block(place, args, canon, mixer))
         except Exception as error:  # the other blocks still count

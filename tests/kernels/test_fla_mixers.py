@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from canon_pretrain.kernels import fla_mixers, packages
-from canon_pretrain.kernels.backends import check_mixer_backend
-from canon_pretrain.kernels.fla_mixers import FORMS, MIXERS, check_mixer
+from canon_pretrain.kernels.backends import check_mixer_backend, recurrence
+from canon_pretrain.kernels.fla_mixers import MIXERS
+from canon_pretrain.kernels.recurrence_check import check_mixer
 from canon_pretrain.kernels.recurrences import CHUNKED
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.cache import Context
@@ -185,7 +186,7 @@ def test_it_equals_the_chunked_form(mixer, has_state, documents):
         "scale": _scale(mixer),
     }
 
-    computed = _results(FORMS[mixer], inputs, **options)
+    computed = _results(recurrence(mixer, "fla"), inputs, **options)
 
     assert calls == ["sequences" if documents else "rows"] * 2  # backward runs forward again
     exact = [x.detach().double().requires_grad_() for x in inputs]
@@ -201,7 +202,7 @@ def test_it_equals_the_chunked_form(mixer, has_state, documents):
 def test_one_token_and_float64_use_the_chunked_form(mixer, change):
     inputs = _inputs(mixer, **change)
 
-    computed = _results(FORMS[mixer], inputs, scale=_scale(mixer))
+    computed = _results(recurrence(mixer, "fla"), inputs, scale=_scale(mixer))
 
     chunked = _results(CHUNKED[mixer], inputs, scale=_scale(mixer))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(computed, chunked, strict=True))
@@ -212,7 +213,7 @@ def test_one_token_and_float64_use_the_chunked_form(mixer, change):
 def test_low_precision_has_one_dtype_and_a_float32_state(mixer):
     inputs = _inputs(mixer, dtype=torch.bfloat16)
 
-    output, last_state, *_ = _results(FORMS[mixer], inputs, scale=_scale(mixer))
+    output, last_state, *_ = _results(recurrence(mixer, "fla"), inputs, scale=_scale(mixer))
 
     assert (output.dtype, last_state.dtype) == (torch.bfloat16, torch.float32)
 
@@ -317,7 +318,7 @@ def arguments_of(function):
 @pytest.mark.parametrize("fault", ["", "sign", "state", "documents", "error"])
 def test_the_startup_check_finds_faults(mixer, fault, on_gpu):
     faults.add(fault)
-    problem = check_mixer(mixer, K, V, torch.bfloat16, CPU)
+    problem = check_mixer("fla", mixer, K, V, torch.bfloat16, CPU)
     assert (problem is None) == (not fault)
     assert ("out of resource" in str(problem)) == (fault == "error")
 
@@ -350,7 +351,7 @@ def test_the_real_kernels(mixer, dtype, monkeypatch):
     for module in [name for name in sys.modules if name.split(".")[0] == "fla"]:
         monkeypatch.delitem(sys.modules, module)
     key_dim, value_dim = REAL_WIDTHS[mixer]
-    if problem := fla_mixers.fla_problem(mixer, key_dim):
+    if problem := fla_mixers.recurrence_problem(mixer, key_dim):
         pytest.skip(problem)
 
-    assert check_mixer(mixer, key_dim, value_dim, dtype, torch.device("cuda")) is None
+    assert check_mixer("fla", mixer, key_dim, value_dim, dtype, torch.device("cuda")) is None
