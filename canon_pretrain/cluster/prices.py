@@ -106,7 +106,7 @@ def print_prices(prices: Sequence[Price], gpu: str, console: Console) -> None:
     kernels = {price.mixer_backend for price in prices} - {"", "chunked"}
     if kernels:
         console.print(
-            f"recurrences by {' or '.join(sorted(kernels))}; in chunks they take about twice as long"
+            f"recurrences by {' or '.join(sorted(kernels))}; in chunks about twice as long"
         )
 
 

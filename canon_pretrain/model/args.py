@@ -326,6 +326,12 @@ class ModelArgs:
         return self._widths.value_dim
 
     @property
+    def has_conv_kernel(self) -> bool:
+        """Whether the layer has a native conv1d that Canon's kernels compute."""
+        row = self.recurrent
+        return self.mixer_conv and row is not None and not row.is_one_projection
+
+    @property
     def mixer_parts(self) -> tuple[int, ...]:
         """Channels of each linear-layer output that Canon-B mixes: q, k and v, or a single one."""
         return self.qkv_dims if self.mixer == "attention" else self._widths.parts

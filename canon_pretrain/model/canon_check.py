@@ -20,7 +20,7 @@ from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Attend
 from canon_pretrain.model.attention import Attention, Rope, num_readers
 from canon_pretrain.model.cache import Context, document_numbers, window_segments
-from canon_pretrain.model.canon import Canon, CanonGate, add_norm_canon, per_reader
+from canon_pretrain.model.canon import Canon, CanonGate, ShortConv, add_norm_canon, per_reader
 from canon_pretrain.model.mixers import mixer_class
 from canon_pretrain.model.transformer import make_norm
 
@@ -64,6 +64,9 @@ def training_cases(args: ModelArgs) -> list[Case]:
         cases.append(heads_case(args))
     elif "B" in args.canon_channels:
         cases.append(canon_case("B", "B", args.mixer_parts, args))
+    if args.has_conv_kernel:
+        parts = args.mixer_parts
+        cases.append(Case("conv1d", parts, lambda backend: _Parts(ShortConv(args, backend))))
     # Alone: q, k or v, the outputs of mixer and feed-forward, and their inputs without a norm.
     for site in "QKVOF" if norms_input else "QKVOFAC":
         if site in args.canon_channels:
@@ -99,7 +102,7 @@ def gate_case(args: ModelArgs) -> Case:
 
 
 class _Parts(nn.Module):
-    def __init__(self, canon: Canon) -> None:
+    def __init__(self, canon: Canon | ShortConv) -> None:
         super().__init__()
         self.canon = canon
 
@@ -148,7 +151,8 @@ def training_problem(
     if problem := backend_problem(backend, device.type, dtype):
         return problem
     for name, kind in args.kinds.items():
-        if kind.canon_set and (problem := _layer_problem(kind, backend, shape, dtype, device)):
+        has_kernel = kind.canon_set or kind.has_conv_kernel
+        if has_kernel and (problem := _layer_problem(kind, backend, shape, dtype, device)):
             return f"{name}: {problem}" if args.pattern else problem
     return None
 

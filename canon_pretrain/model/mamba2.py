@@ -44,6 +44,8 @@ class Mamba2(Mixer):
         self.ssm_widths = (inner_dim, args.state_dim, args.state_dim)  # of x, B and C
 
         self.in_proj = nn.Linear(args.dim, sum(self.widths), bias=False)
+        if canon_backend == "triton":
+            canon_backend = "compiled"  # mixer_table.py: is_one_projection
         self.canon_b = make_canon("B", args, canon_backend)
         self.conv1d: ShortConv | None = None
         if args.mixer_conv:

@@ -76,6 +76,9 @@ class RecurrentMixer(NamedTuple):
     """Products with the state per token: 2 if it is written and read once."""
 
     # costs, see their readers in titan/
+    is_one_projection: bool
+    """Whether one linear layer makes all that Canon-B and conv1d mix. They are then never `triton`:
+    Inductor fuses them with the split of its result, and of its gradient (kernels/NOTES.md)."""
     temporary_bytes: int
     """Per token and channel of the values, in the backward graph of the chunked form: counted by
     the trainer on fake GPUs at 1.3B."""
@@ -196,6 +199,7 @@ RECURRENT: Mapping[str, RecurrentMixer] = MappingProxyType(
             per_head=_gated_per_head,
             num_parameters=_gla_parameters,
             state_products=2,
+            is_one_projection=False,
             temporary_bytes=66,  # 63 to 69
             step_times={"triton": 1.0, "fla": 1.05, "chunked": 1.9},
             h100_step_factor=1.45,
@@ -215,6 +219,7 @@ RECURRENT: Mapping[str, RecurrentMixer] = MappingProxyType(
             per_head=_mamba2_per_head,
             num_parameters=_mamba2_parameters,
             state_products=2,
+            is_one_projection=True,
             temporary_bytes=28,  # 24 to 31
             step_times={"triton": 1.0, "fla": 1.4, "chunked": 2.1},
             h100_step_factor=3.9,
@@ -241,6 +246,7 @@ RECURRENT: Mapping[str, RecurrentMixer] = MappingProxyType(
             per_head=_gated_per_head,
             num_parameters=_gated_deltanet_parameters,
             state_products=3,  # the delta rule reads it once more
+            is_one_projection=False,
             temporary_bytes=37,  # 36 to 38
             step_times={"triton": 1.0, "fla": 1.05, "chunked": 2.1},
             h100_step_factor=1.9,

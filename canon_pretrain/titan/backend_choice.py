@@ -78,12 +78,13 @@ class BackendChoice:
 def choose_canon(
     job: CanonJobConfig, device: torch.device, code: Mapping[str, str]
 ) -> BackendChoice | None:
-    """Return rank 0's choice for Canon; None if the model has no Canon layers. Collective.
+    """Return rank 0's choice for Canon and the native conv1d; None without both. Collective.
 
     `code`: hashes of the source files. Raises UserError if the requested backend fails its check,
     or a check made the GPU unusable.
     """
-    if not any(layer.canon_set for layer in job.model_args.kinds.values()):
+    layers = job.model_args.kinds.values()
+    if not any(layer.canon_set or layer.has_conv_kernel for layer in layers):
         return None
     requested = job.model.canon_backend
     is_auto = requested == "auto"

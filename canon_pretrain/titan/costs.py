@@ -139,14 +139,16 @@ def planned_backend(job: CanonJobConfig) -> str:
     requested = job.model.canon_backend
     if requested == "auto":
         return auto_backend(job.model_args)
-    has_canon = any(layer.canon_set for layer in job.model_args.kinds.values())
-    return "triton" if has_canon and requested == "triton" else "compiled"
+    layers = job.model_args.kinds.values()
+    has_kernels = any(layer.canon_set or layer.has_conv_kernel for layer in layers)
+    return "triton" if has_kernels and requested == "triton" else "compiled"
 
 
 def auto_backend(args: ModelArgs) -> str:
     """Return the backend of Canon that `auto` takes on a GPU, unless its check fails.
 
-    `compiled` if all layers with Canon have it where Inductor fuses more than kernels of ours do:
+    `triton` also for a native conv1d. `compiled` if all layers with Canon have it where Inductor
+    fuses more than kernels of ours do:
 
     At A or C of norm_place = "output", where our kernel for norm and Canon does not apply: Inductor
     fuses the filter with the sum before it (of the 1.3B model by `compiled_block_costs`: 219 KB
@@ -156,8 +158,11 @@ def auto_backend(args: ModelArgs) -> str:
     bytes than with a kernel of ours between them (kernels/CODEGEN.md, released_1b with FKOV). With
     A, C or D too, kernels of ours save more.
     """
-    layers = [layer for layer in args.kinds.values() if layer.canon_set]
-    if all(_has_canon_without_norm(layer) or _is_fused_with_qk_norm(layer) for layer in layers):
+    layers = args.kinds.values()
+    if any(layer.has_conv_kernel for layer in layers):
+        return "triton"
+    with_canon = [layer for layer in layers if layer.canon_set]
+    if all(_has_canon_without_norm(layer) or _is_fused_with_qk_norm(layer) for layer in with_canon):
         return "compiled"  # or there is no Canon
     return "triton"
 
@@ -439,4 +444,4 @@ def opaque_recurrence(
     mixer: str, *heads: Tensor, state: None, starts_BT: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """Return a recurrence's output by one opaque operator, without the last state."""
-    return _recurrence([head.contiguous() for head in heads], starts_BT, mixer), None
+    return _recurrence([*heads], starts_BT, mixer), None
