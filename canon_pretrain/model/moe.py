@@ -125,22 +125,28 @@ class MoE(nn.Module):
         (x_BTD,) = per_reader(x_BTD, self.readers)
         x_ND = x_BTD.flatten(0, 1)
         score_NE, gate_NK, expert_NK = self.router(x_ND)
+        expert_BC = expert_NK.view(len(x_BTD), -1)
+        choices = sort_choices(expert_BC, self.num_experts)
 
-        # In training, measure the balance, and drop what exceeds the capacity.
+        # In training, measure the balance, and drop what exceeds the capacity: computed, but not
+        # added.
         # (a cache means decoding, which drops nothing)
         is_training = self.training and context.cache is None
         if is_training:
-            chosen_BCE = F.one_hot(expert_NK.view(len(x_BTD), -1), self.num_experts)
-            balance_B = self._balance(chosen_BCE, score_NE)
-            num_dropped = chosen_BCE.new_zeros(1)
+            balance_B = self._balance(choices.count_BE, score_NE)
+            num_dropped = choices.count_BE.new_zeros(1)
             if self.capacity:
-                is_kept_NK = self._is_kept(chosen_BCE).view_as(gate_NK)
-                gate_NK = gate_NK * is_kept_NK  # computed, but not added
+                is_kept_NK = self._is_kept(choices, expert_BC).view_as(gate_NK)
+                gate_NK = gate_NK * is_kept_NK
                 num_dropped = (~is_kept_NK).sum()[None]
 
         # The sum of each token's experts, and of the shared ones.
-        count_E, y_NKD = self._apply_experts(x_ND, expert_NK)
-        y_ND = (gate_NK[..., None] * y_NKD).sum(dim=1).to(x_ND.dtype)
+        # (with expert parallelism, hooks of `experts` exchange rows between ranks)
+        count_E = choices.count_BE.sum(dim=0)
+        place_NK = choices.place_S.view_as(expert_NK)
+        x_SD = _Dispatch.apply(x_ND, choices.order_S, place_NK)
+        y_SD = self.experts(x_SD, count_E)
+        y_ND = _Combine.apply(y_SD, gate_NK, choices.order_S, place_NK).to(x_ND.dtype)
         if self.shared_experts is not None:
             y_ND = y_ND + self.shared_experts(x_ND)
         y_BTD = y_ND.view_as(x_BTD)
@@ -148,67 +154,118 @@ class MoE(nn.Module):
             return Routed(y_BTD, torch.cat((count_E, num_dropped)), balance_B)
         return y_BTD
 
-    def _balance(self, chosen_BCE: Tensor, score_NE: Tensor) -> Tensor:
+    def _balance(self, count_BE: Tensor, score_NE: Tensor) -> Tensor:
         """Return the balance of each row, E sum_e f_e P_e (Fedus et al. 2021), [B].
 
         f_e is the fraction of the row's choices C = T K for expert e, P_e its mean probability. It
         is 1 if all are equal.
         """
-        num_rows, num_choices, _ = chosen_BCE.shape
+        num_rows = len(count_BE)
+        num_choices = len(score_NE) // num_rows * self.router.top_k
         # per row, as each row's load is evened by itself
-        fraction_BE = chosen_BCE.sum(dim=1) / num_choices  # f
+        fraction_BE = count_BE / num_choices  # f
         mean_BE = score_NE.view(num_rows, -1, self.num_experts).mean(dim=1)  # P
         return self.num_experts * (fraction_BE * mean_BE).sum(dim=1)
 
-    def _is_kept(self, chosen_BCE: Tensor) -> Tensor:
+    def _is_kept(self, choices: "Choices", expert_BC: Tensor) -> Tensor:
         """Return which choices are within their expert's capacity, bool [B, C]."""
         top_k = self.router.top_k
-        num_tokens = chosen_BCE.shape[1] // top_k
-
+        num_tokens = expert_BC.shape[1] // top_k
         max_choices = math.ceil(self.capacity * top_k * num_tokens / self.num_experts)
-        # the rank of each choice among those of its row for the same expert, from 1 on
-        # `chosen` is one-hot: the sum over E leaves the count of the chosen expert
-        rank_BC = (chosen_BCE.cumsum(dim=1) * chosen_BCE).sum(dim=2)
-        return rank_BC <= max_choices
 
-    def _apply_experts(self, x_ND: Tensor, expert_NK: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tokens of each expert, int64 [E], and the experts' outputs, [N, K, D]."""
-        top_k = self.router.top_k
-        # Sort the choices by expert; `inverse` undoes it.
-        expert_S = expert_NK.flatten()
-        order_S = expert_S.argsort(stable=True)
-        inverse_S = order_S.argsort()
+        # The first place of each expert's choices of each row: rows follow each other.
+        count_EB = choices.count_BE.T
+        end_EB = count_EB.flatten().cumsum(dim=0).view_as(count_EB)
+        first_BE = (end_EB - count_EB).T
 
-        # not bincount: the size of its result depends on data
-        count_E = expert_S.new_zeros(self.num_experts)
-        count_E = count_E.scatter_add(0, expert_S, torch.ones_like(expert_S))
-
-        # a copy of each token per choice, sorted by expert; back in the order of the choices
-        x_SD = x_ND[:, None].expand(-1, top_k, -1).flatten(0, 1)
-        # (with expert parallelism, hooks of `experts` exchange rows between ranks)
-        y_SD = self.experts(_Permuted.apply(x_SD, order_S, inverse_S), count_E)
-        return count_E, _Permuted.apply(y_SD, inverse_S, order_S).unflatten(0, (-1, top_k))
+        # the number of earlier choices of the row for the same expert
+        rank_BC = choices.place_S.view_as(expert_BC) - first_BE.gather(1, expert_BC)
+        return rank_BC < max_choices
 
 
-class _Permuted(torch.autograd.Function):
-    """x[order], with a gather for backward too: exact in any order of execution."""
+class Choices(NamedTuple):
+    """The choices of all tokens, sorted by expert; an expert's are in the order of the tokens."""
+
+    order_S: Tensor
+    """int64: the choice in each place."""
+    place_S: Tensor
+    """int64: the place of each choice; the inverse."""
+    count_BE: Tensor
+    """int64: the choices of each row for each expert."""
+
+
+def sort_choices(expert_BC: Tensor, num_experts: int) -> Choices:
+    """Sort the choices of all rows by expert, in one sort."""
+    expert_S = expert_BC.flatten()
+    # 2 bytes of a key instead of 8: a radix sort reads all keys once per byte
+    order_S = expert_S.to(torch.int16).argsort(stable=True)
+    # counted, not arange: costs.py traces a GPU's branches on tensors of a CPU
+    places_S = torch.ones_like(order_S).cumsum(dim=0) - 1
+    place_S = torch.empty_like(order_S).scatter(0, order_S, places_S)
+
+    # not bincount: the size of its result depends on data
+    count_BE = expert_BC.new_zeros(len(expert_BC), num_experts)
+    count_BE = count_BE.scatter_add(1, expert_BC, torch.ones_like(expert_BC))
+    return Choices(order_S, place_S, count_BE)
+
+
+class _Dispatch(torch.autograd.Function):
+    """A copy of each token per choice, in the order of the places.
+
+    Backward gathers too, as that of `_Combine`: it is exact in any order of execution.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_SD: Tensor, order_S: Tensor, inverse_S: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse_S)
-        return x_SD.index_select(0, order_S)
+    def forward(ctx: Any, x_ND: Tensor, order_S: Tensor, place_NK: Tensor) -> Tensor:
+        ctx.save_for_backward(place_NK)
+        return x_ND.index_select(0, order_S // place_NK.shape[1])
 
     @staticmethod
     def backward(ctx: Any, grad_SD: Tensor) -> tuple[Tensor, None, None]:
-        return grad_SD.index_select(0, ctx.saved_tensors[0]), None, None
+        (place_NK,) = ctx.saved_tensors
+        return _of_tokens(grad_SD, place_NK).sum(dim=1), None, None
+
+
+class _Combine(torch.autograd.Function):
+    """The sum of each token's rows, each times its gate, [N, D] in the gate's dtype."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y_SD: Tensor, gate_NK: Tensor, order_S: Tensor, place_NK: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(y_SD, gate_NK, order_S, place_NK)
+        return (gate_NK[..., None] * _of_tokens(y_SD, place_NK)).sum(dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        y_SD, gate_NK, order_S, place_NK = ctx.saved_tensors
+        grad_SD = grad_ND.index_select(0, order_S // place_NK.shape[1])
+        gate_S = gate_NK.flatten().index_select(0, order_S)
+        dy_SD = gate_S[:, None] * grad_SD
+        dgate_S = (y_SD * grad_SD).sum(dim=1)
+        return dy_SD.to(y_SD.dtype), dgate_S[place_NK], None, None
+
+
+def _of_tokens(y_SD: Tensor, place_NK: Tensor) -> Tensor:
+    """Return the rows of each token, [N, K, D]."""
+    return y_SD.index_select(0, place_NK.flatten()).unflatten(0, place_NK.shape)
 
 
 def grouped_linear(x_SD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
     """Return x w_e^T [S, F], where group e of the rows ends before ends_e (int32)."""
-    is_aligned = not (weight_EFD.shape[1] % ALIGNMENT or weight_EFD.shape[2] % ALIGNMENT)
-    if x_SD.is_cuda and x_SD.dtype == torch.bfloat16 and is_aligned:
-        return torch._grouped_mm(x_SD, weight_EFD.mT, offs=ends_E)
-    return _grouped_linear(x_SD, weight_EFD, ends_E)
+    if not x_SD.is_cuda or loop_reason(x_SD.dtype, *weight_EFD.shape[1:]):
+        return _grouped_linear(x_SD, weight_EFD, ends_E)
+    return torch._grouped_mm(x_SD, weight_EFD.mT, offs=ends_E)
+
+
+def loop_reason(dtype: torch.dtype, *widths: int) -> str | None:
+    """Return why a GPU needs a loop over experts of these widths; None: one grouped product."""
+    if dtype != torch.bfloat16:
+        return f"{dtype} is not torch.bfloat16"
+    for width in widths:
+        if width % ALIGNMENT:
+            return f"the width {width} is not a multiple of {ALIGNMENT}"
+    return None
 
 
 @torch.library.custom_op(f"{OPERATORS}_grouped_linear", mutates_args=())

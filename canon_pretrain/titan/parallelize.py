@@ -25,7 +25,7 @@ from canon_pretrain.kernels.backends import (
     compile_options,
 )
 from canon_pretrain.model.initial_value import InitialValue
-from canon_pretrain.model.moe import GroupedExperts
+from canon_pretrain.model.moe import GroupedExperts, loop_reason
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.titan.job_config import CanonJobConfig
 
@@ -35,6 +35,7 @@ def parallelize(
 ) -> Transformer:
     """Apply activation checkpointing, torch.compile, FSDP2 (unless no dims), to a meta model."""
     check_attention(model, job, device_type)
+    log_expert_loop(model, job, device_type)
 
     # Experts first: the rows that their ranks exchange have sizes that a graph cannot know.
     exchanges = parallel_dims is not None and parallel_dims.ep_enabled
@@ -124,6 +125,17 @@ def _check_implementation(selected: str, job: CanonJobConfig, device: str) -> No
             shared=True,
             selected=selected,
         )
+
+
+def log_expert_loop(model: Transformer, job: CanonJobConfig, device: str) -> None:
+    """Warn if a GPU computes the experts one after the other, which is slower."""
+    if device != "cuda":
+        return
+    dtype = TORCH_DTYPE_MAP[job.training.mixed_precision_param]
+    for name, layer in model.args.kinds.items():
+        reason = loop_reason(dtype, layer.dim, layer.ffn_dim)
+        if layer.ffn == "moe" and reason is not None:
+            logger.warning(f"{name}: experts in a loop, not one grouped product, since {reason}")
 
 
 def fsdp_mesh(parallel_dims: ParallelDims, *, of_experts: bool = False) -> DeviceMesh:

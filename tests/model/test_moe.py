@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.models.moe.moe import MoE as TitanMoE
 from torchtitan.models.moe.moe import MoEArgs
 
@@ -13,7 +14,7 @@ from canon_pretrain.model import counts
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.cache import Cache
 from canon_pretrain.model.init import initial_value
-from canon_pretrain.model.moe import MoE, grouped_linear
+from canon_pretrain.model.moe import MoE, grouped_linear, sort_choices
 from canon_pretrain.model.transformer import Transformer, make_feed_forward
 from canon_pretrain.run.sections import Loss
 from canon_pretrain.titan.spec import head_loss
@@ -190,6 +191,48 @@ def test_gated_experts_equal_torchtitans_moe(monkeypatch, top_k):
     expected_grads = torch.autograd.grad(expected, their_parameters, dy)
     for name, grad, expected_grad in zip(names, grads, expected_grads, strict=True):
         torch.testing.assert_close(grad, expected_grad, msg=name)
+
+
+def test_choices_are_sorted_by_expert_then_row_then_token():
+    expert_BC = torch.randint(5, (3, 40), generator=torch.Generator().manual_seed(0))
+    expert_BC[expert_BC == 2] = 4
+    numbered = sorted((e, number) for number, e in enumerate(expert_BC.flatten().tolist()))
+
+    choices = sort_choices(expert_BC, 5)
+
+    order = [number for _, number in numbered]
+    assert choices.order_S.tolist() == order
+    assert choices.place_S.tolist() == [order.index(number) for number in range(120)]
+    counts = [[row.tolist().count(e) for e in range(5)] for row in expert_BC]
+    assert choices.count_BE.tolist() == counts
+
+
+class Calls(TorchDispatchMode):
+    """Collect the names of operators, and the elements of int64 results."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+        self.largest_index = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.names.append(func._schema.name)
+        if isinstance(out, torch.Tensor) and out.dtype == torch.int64:
+            self.largest_index = max(self.largest_index, out.numel())
+        return out
+
+
+def test_one_sort_and_no_table_of_choices_by_expert():
+    args = replace(ARGS, experts_per_token=2, moe_capacity=1.0)
+    moe = make_moe(args)
+    x = torch.randn(2, 50, args.dim)
+
+    with Calls() as calls:
+        moe(x)
+
+    assert [name for name in calls.names if "sort" in name] == ["aten::sort"]
+    assert calls.largest_index == 200  # choices
 
 
 def test_an_expert_without_tokens_gets_a_gradient_of_zero():

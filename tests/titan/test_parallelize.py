@@ -1,6 +1,7 @@
 """Initial weights and gradients on any number of ranks."""
 
 import functools
+import logging
 import math
 import os
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from canon_pretrain.titan.parallelize import (
     check_attention,
     clip_gradients,
     fsdp_mesh,
+    log_expert_loop,
     parallelize,
     shard,
     write_shard,
@@ -434,3 +436,27 @@ def test_flash_attention_is_refused_on_cpus_and_in_float32(backend, package):
             check_attention_of("rope", backend, "cpu")
         with refused("attention.unsupported", selected=backend):
             check_attention_of("rope", backend, "cuda", dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype", "device", "named"),
+    [
+        (16, "bfloat16", "cuda", None),
+        (20, "bfloat16", "cuda", "20"),
+        (16, "float32", "cuda", "float32"),
+        (20, "float32", "cpu", None),
+    ],
+)
+def test_a_loop_over_experts_is_explained(caplog, dim, dtype, device, named):
+    args = replace(variant("rope moe"), dim=dim, num_heads=2, num_kv_heads=2, ffn_dim=24)
+    job = CanonJobConfig()
+    job.training.mixed_precision_param = dtype
+    with torch.device("meta"):
+        model = Transformer(args)
+
+    with caplog.at_level(logging.INFO, logger="root"):
+        log_expert_loop(model, job, device)
+
+    warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warned) == (named is not None)
+    assert all(named in message for message in warned)
