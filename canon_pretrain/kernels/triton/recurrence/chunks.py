@@ -98,12 +98,12 @@ def product(a, b, total=None):
 
 
 @triton.jit
-def sum_product(is_summed, x, half: tl.constexpr):
-    """Sums over tokens by a matrix of zeros and ones; with `half` the terms are rounded to TF32."""
+def sum_product(a, b, half: tl.constexpr):
+    """Sums a b of float32, of which one is zeros and ones; with `half` terms are rounded to TF32."""
     if half:
-        return tl.dot(is_summed.to(tl.float32), x, input_precision="tf32")
+        return tl.dot(a, b, input_precision="tf32")
     else:
-        return tl.dot(is_summed.to(tl.float32), x, input_precision="ieee")
+        return tl.dot(a, b, input_precision="ieee")
 
 
 # -- decays -------------------------------------------------------------------------------------

@@ -312,7 +312,7 @@ def gla_gradients_kernel(
         dq_scores_CK += dq_pair_CK
         dk_scores_CK += dk_pair_CK
         change_CK = q_CK * dq_pair_CK + k_CK * dk_pair_CK
-        dlog_CK += chunks.sum_product(is_summed(place, 1 << level), change_CK, half)
+        dlog_CK += chunks.sum_product(is_summed(place, 1 << level).to(tl.float32), change_CK, half)
         since_CK, until_CK, total_CK = chunks.join_blocks(
             since_CK, until_CK, total_CK, place, 1 << level
         )
@@ -320,9 +320,9 @@ def gla_gradients_kernel(
     # The chunk's own decays: those since it began are in do S^T, those until its end in v dS'^T.
     dq_CK *= tl.exp(since_CK)
     dk_CK *= tl.exp(until_CK)
-    later_CC = place[None, :] >= place[:, None]
+    later_CC = (place[None, :] >= place[:, None]).to(tl.float32)
     dlog_CK += chunks.sum_product(later_CC, q_CK * dq_CK, half)
-    dlog_CK += chunks.sum_product(later_CC == 0, k_CK * dk_CK, half)
+    dlog_CK += chunks.sum_product(1.0 - later_CC, k_CK * dk_CK, half)
     dlog_CK += tl.exp(total_CK) * carried_K[None, :]
 
     # The diagonal of the scores, which is in no decay.

@@ -1,0 +1,465 @@
+# mypy: disallow-untyped-defs=False
+"""The kernels of Mamba2: a decay per token and head; all heads share B and C (kernels/ssd.py).
+
+With S [N, P] the state of a head before a chunk and S' after it, since and until the decays since
+the chunk began and until it ends, and M the factors of x_s in y_l, M_ls = (C_l B_s) decay_ls dt_s,
+
+    states     S' = since at the end S + B^T (dt until x)
+    outputs    y = M x + since (C S) + D x
+
+A program of `states` passes a tile of N of several neighboring heads; one of `outputs` has a chunk's
+B, C and C B^T, and walks over heads. Neither B nor C is read per head.
+
+Backward runs `states` again; the gradients of the states are `states` of C and since dy, from the
+last chunk to the first. `gradients` has the rest of a chunk: it walks over heads as well, and adds up
+dB and dC over them in registers. The gradient of a log decay is a sum over the pairs of tokens that
+it is between, sum_{l >= t > s} dM_ls M_ls, never a difference of sums.
+
+Shapes: L tokens of a chunk (C of chunks.py), N states, P values of a head, H heads; X = G P values of
+the G heads of a program, each padded to a power of two.
+In memory: states [B, H, chunks, N, P].
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from canon_pretrain.kernels.triton import blocks
+from canon_pretrain.kernels.triton.recurrence import chunks
+
+# Sides of tiles: those of 1.3B, N 64 or 128 and P 64, without spills.
+STATES = 128
+VALUES = 128
+"""Values of the heads whose states a program passes."""
+PROGRAMS = 264
+"""Programs to aim at that walk over heads: two for each multiprocessor of an H100."""
+
+
+@triton.jit
+def load_sums(dt_LX, A_X, starts, token, num_tokens, has_starts: tl.constexpr):
+    """The float64 sums of a chunk's log decays dt A up to each token, and of all, [L, X] and [X]."""
+    log_LX = chunks.cut_tokens(dt_LX * A_X[None, :], starts, token, num_tokens, has_starts)
+    # Tokens after the last one have no decay.
+    exists = token < num_tokens
+    log_LX = tl.where(exists[:, None], log_LX, 0.0).to(tl.float64)
+    return tl.cumsum(log_LX, axis=0), tl.sum(log_LX, axis=0)
+
+
+@triton.jit
+def per_value(x_LG, width: tl.constexpr):
+    """A tile's value per head for each of the head's `width` values: [L, G width] of [L, G]."""
+    x_LGP = tl.broadcast_to(x_LG[:, :, None], [x_LG.shape[0], x_LG.shape[1], width])
+    return tl.reshape(x_LGP, [x_LG.shape[0], x_LG.shape[1] * width])
+
+
+@triton.jit
+def ssd_states_kernel(
+    factors, values, dt, A, starts, first_state, states, last_state,
+    num_tokens, num_heads, num_chunks, state_dim, head_dim, factor_step, value_step, dt_step,
+    reverse: tl.constexpr, has_state: tl.constexpr, has_starts: tl.constexpr, chunk: tl.constexpr,
+    rows: tl.constexpr, heads: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    """Pass the states of some heads through the chunks: S' = decay S + factors^T (f values).
+
+    f is dt until; with `reverse`, from the last chunk to the first, since. Write S before each chunk
+    and after the last one. `factors` [B, T, N], `values` [B, T, H, P].
+    """
+    first_head = tl.program_id(0) * heads
+    head = first_head + tl.arange(0, heads)
+    n = tl.program_id(1) * rows + tl.arange(0, rows)
+    batch = tl.program_id(2).to(tl.int64)
+    factors += batch * num_tokens * factor_step
+    values += batch * num_tokens * value_step
+    dt += batch * num_tokens * dt_step
+    starts += batch * num_tokens
+
+    # The values of all heads in a row; `inside`: those that exist.
+    x = tl.arange(0, heads * width)
+    x_head = first_head + x // width
+    inside_X = (x_head < num_heads) & (x % width < head_dim)
+    x_value = x_head * head_dim + x % width
+    state_size = state_dim * head_dim
+    x_state = (batch * num_heads + x_head) * state_size + x % width
+    x_states = (batch * num_heads + x_head) * num_chunks * state_size + x % width
+    state_mask = (n < state_dim)[:, None] & inside_X[None, :]
+
+    state_NX = tl.zeros([rows, heads * width], tl.float32)
+    if has_state:
+        offsets = x_state[None, :] + n[:, None] * head_dim
+        state_NX = tl.load(first_state + offsets, mask=state_mask, other=0.0)
+    A_G = tl.load(A + head, mask=head < num_heads, other=0.0)
+    place = tl.arange(0, chunk)
+    for i in range(num_chunks):
+        c = i
+        if reverse:
+            c = num_chunks - 1 - i
+        token = c * chunk + place
+        here = tl.cast(c, tl.int64)
+        offsets = x_states[None, :] + here * state_size + n[:, None] * head_dim
+        tl.store(states + offsets, state_NX.to(states.dtype.element_ty), mask=state_mask)
+
+        dt_LG = chunks.load_tile(dt, token, head, num_tokens, num_heads, dt_step)
+        sums_LG, total_G = load_sums(dt_LG, A_G, starts, token, num_tokens, has_starts)
+        if reverse:
+            factor_LG = chunks.decays_from_start(sums_LG)
+        else:
+            factor_LG = dt_LG * chunks.decays_to_end(sums_LG, total_G)
+
+        factors_LN = chunks.load_tile(factors, token, n, num_tokens, state_dim, factor_step)
+        mask = (token < num_tokens)[:, None] & inside_X[None, :]
+        offsets = tl.cast(token, tl.int64)[:, None] * value_step + x_value[None, :]
+        values_LX = tl.load(values + offsets, mask=mask, other=0.0).to(tl.float32)
+        values_LX = values_LX * per_value(factor_LG, width)
+        decay_1X = per_value(tl.exp(total_G.to(tl.float32))[None, :], width)
+        state_NX = chunks.product(tl.trans(factors_LN), values_LX, decay_1X * state_NX)
+    offsets = x_state[None, :] + n[:, None] * head_dim
+    tl.store(last_state + offsets, state_NX, mask=state_mask)
+
+
+@triton.jit
+def load_head(x, token, value, head, num_tokens, head_dim, step):
+    """The tile [L, P] of a head's values of x [T, H, P]."""
+    return chunks.load_tile(x + head * head_dim, token, value, num_tokens, head_dim, step)
+
+
+@triton.jit
+def load_head_sums(dt, A, starts, token, head, num_tokens, dt_step, has_starts: tl.constexpr):
+    """A head's dt [L], the rate A, and the sums of log decays, [L] and of all."""
+    dt_L = tl.load(dt + token * dt_step + head, mask=token < num_tokens, other=0.0)
+    A_1 = tl.load(A + head + tl.arange(0, 1))
+    sums_L1, total_1 = load_sums(dt_L[:, None], A_1, starts, token, num_tokens, has_starts)
+    return dt_L, A_1, tl.reshape(sums_L1, [token.shape[0]]), total_1
+
+
+@triton.jit
+def ssd_outputs_kernel(
+    x, dt, A, B, C, D, starts, states, y,
+    num_tokens, num_heads, num_chunks, state_dim, head_dim, heads, x_step, dt_step, B_step, C_step,
+    has_starts: tl.constexpr, chunk: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    """Write y of a chunk for `heads` heads."""
+    first_head = tl.program_id(0) * heads
+    c = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    x += batch * num_tokens * x_step
+    dt += batch * num_tokens * dt_step
+    B += batch * num_tokens * B_step
+    C += batch * num_tokens * C_step
+    starts += batch * num_tokens
+    y += batch * num_tokens * num_heads * head_dim
+    state_size = state_dim * head_dim
+    states += (batch * num_heads * num_chunks + c) * state_size
+
+    place = tl.arange(0, chunk)
+    token = c * chunk + place
+    n = tl.arange(0, rows)
+    value = tl.arange(0, width)
+    B_LN = chunks.load_tile(B, token, n, num_tokens, state_dim, B_step)
+    C_LN = chunks.load_tile(C, token, n, num_tokens, state_dim, C_step)
+    scores_LL = chunks.product(C_LN, tl.trans(B_LN))
+    for head in range(first_head, tl.minimum(first_head + heads, num_heads)):
+        dt_L, _, sums_L, _ = load_head_sums(
+            dt, A, starts, token, head, num_tokens, dt_step, has_starts
+        )
+        mixing_LL = scores_LL * chunks.decays_between(sums_L, place) * dt_L[None, :]
+        x_LP = load_head(x, token, value, head, num_tokens, head_dim, x_step)
+        state_NP = chunks.load_tile(
+            states + tl.cast(head, tl.int64) * num_chunks * state_size, n, value, state_dim,
+            head_dim, head_dim,
+        )  # fmt: skip
+        since_L1 = chunks.decays_from_start(sums_L)[:, None]
+        y_LP = since_L1 * chunks.product(C_LN, state_NP)
+        y_LP = chunks.product(mixing_LL.to(x_LP.dtype), x_LP, y_LP)
+        y_LP += tl.load(D + head) * x_LP.to(tl.float32)
+        chunks.store_tile(
+            y + head * head_dim, token, value, num_tokens, head_dim, num_heads * head_dim, y_LP
+        )
+
+
+@triton.jit
+def ssd_gradients_kernel(
+    dy, x, dt, A, B, C, D, starts, states, dstates, dx, ddt, dB, dC, dA, dD,
+    num_tokens, num_heads, num_chunks, state_dim, head_dim, heads,
+    dy_step, x_step, dt_step, B_step, C_step,
+    has_starts: tl.constexpr, half: tl.constexpr, chunk: tl.constexpr, rows: tl.constexpr,
+    width: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of a chunk for `heads` heads, and their sums: of B and C, A and D.
+
+    dB, dC [groups of heads, B, T, N]; dA, dD [B, chunks, H].
+    """
+    first_head = tl.program_id(0) * heads
+    c = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    dy += batch * num_tokens * dy_step
+    x += batch * num_tokens * x_step
+    dt += batch * num_tokens * dt_step
+    B += batch * num_tokens * B_step
+    C += batch * num_tokens * C_step
+    starts += batch * num_tokens
+    dx += batch * num_tokens * num_heads * head_dim
+    ddt += batch * num_tokens * num_heads
+    group = (tl.program_id(0) * tl.num_programs(2) + batch) * num_tokens * state_dim
+    dB += group
+    dC += group
+    dA += (batch * num_chunks + c) * num_heads
+    dD += (batch * num_chunks + c) * num_heads
+    state_size = state_dim * head_dim
+    states += (batch * num_heads * num_chunks + c) * state_size
+    dstates += (batch * num_heads * num_chunks + c) * state_size
+
+    place = tl.arange(0, chunk)
+    token = c * chunk + place
+    later_LL = place[:, None] >= place[None, :]
+    earlier_LL = place[:, None] < place[None, :]
+    n = tl.arange(0, rows)
+    value = tl.arange(0, width)
+    B_LN = chunks.load_tile(B, token, n, num_tokens, state_dim, B_step)
+    C_LN = chunks.load_tile(C, token, n, num_tokens, state_dim, C_step)
+    scores_LL = chunks.product(C_LN, tl.trans(B_LN))
+    dscores_LL = tl.zeros([chunk, chunk], tl.float32)
+    dB_LN = tl.zeros([chunk, rows], tl.float32)
+    dC_LN = tl.zeros([chunk, rows], tl.float32)
+    for head in range(first_head, tl.minimum(first_head + heads, num_heads)):
+        dt_L, A_1, sums_L, total_1 = load_head_sums(
+            dt, A, starts, token, head, num_tokens, dt_step, has_starts
+        )
+        decays_LL = chunks.decays_between(sums_L, place)
+        since_L = chunks.decays_from_start(sums_L)
+        until_L = tl.exp((total_1 - sums_L).to(tl.float32))
+        x_LP = load_head(x, token, value, head, num_tokens, head_dim, x_step)
+        dy_LP = load_head(dy, token, value, head, num_tokens, head_dim, dy_step)
+        here = tl.cast(head, tl.int64) * num_chunks * state_size
+        state_NP = chunks.load_tile(states + here, n, value, state_dim, head_dim, head_dim)
+        dstate_NP = chunks.load_tile(dstates + here, n, value, state_dim, head_dim, head_dim)
+
+        # x is in y by M and D, and in the state after the chunk.
+        mixing_LL = (scores_LL * decays_LL * dt_L[None, :]).to(dy_LP.dtype)
+        dx_LP = (dt_L * until_L)[:, None] * chunks.product(B_LN, dstate_NP)
+        dx_LP = chunks.product(tl.trans(mixing_LL), dy_LP, dx_LP)
+        dx_LP += tl.load(D + head) * dy_LP.to(tl.float32)
+        chunks.store_tile(
+            dx + head * head_dim, token, value, num_tokens, head_dim, num_heads * head_dim, dx_LP
+        )
+
+        # M_ls = (C_l B_s) decay_ls dt_s. Here is dM_ls decay_ls, without the factor dt_s.
+        dmixing_LL = chunks.product(dy_LP, tl.trans(x_LP)) * decays_LL
+        dscores_LL += dmixing_LL * dt_L[None, :]
+
+        # B and C are in the scores (after the loop), in the state after the chunk, and before it.
+        dB_state_LN = until_L[:, None] * chunks.product(x_LP, tl.trans(dstate_NP))
+        dC_state_LN = since_L[:, None] * chunks.product(dy_LP, tl.trans(state_NP))
+        dB_LN += dt_L[:, None] * dB_state_LN
+        dC_LN += dC_state_LN
+
+        # dt is in M and in the state after the chunk,
+        mixed_LL = dmixing_LL * scores_LL
+        until_state_L = tl.sum(dB_state_LN * B_LN.to(tl.float32), axis=1)
+        ddt_L = tl.sum(mixed_LL, axis=0) + until_state_L
+
+        # and in the log decays dt A: of t, in M_ls for l >= t > s, in the decays since the chunk
+        # began of l >= t, until its end of s < t, and of the whole chunk.
+        mixed_LL *= dt_L[None, :]
+        passing_LL = chunks.sum_product(mixed_LL, earlier_LL.to(tl.float32), half)
+        passing_LL += tl.sum(dC_state_LN * C_LN.to(tl.float32), axis=1)[:, None]
+        dlog_L = tl.sum(tl.where(later_LL, passing_LL, 0.0), axis=0)
+        until_LL = tl.where(earlier_LL, (dt_L * until_state_L)[:, None], 0.0)
+        dlog_L += tl.sum(until_LL, axis=0)
+        carried_N = tl.sum(state_NP.to(tl.float32) * dstate_NP.to(tl.float32), axis=1)
+        dlog_L += tl.exp(total_1.to(tl.float32)) * tl.sum(carried_N, axis=0)
+
+        ddt_L += dlog_L * A_1
+        tl.store(ddt + token * num_heads + head, ddt_L, mask=token < num_tokens)
+        tl.store(dA + head, tl.sum(dlog_L * dt_L, axis=0))
+        d_x_L = tl.sum(dy_LP.to(tl.float32) * x_LP.to(tl.float32), axis=1)
+        tl.store(dD + head, tl.sum(d_x_L, axis=0))
+
+    dscores_LL = dscores_LL.to(B_LN.dtype)
+    dC_LN = chunks.product(dscores_LL, B_LN, dC_LN)
+    dB_LN = chunks.product(tl.trans(dscores_LL), C_LN, dB_LN)
+    chunks.store_tile(dB, token, n, num_tokens, state_dim, state_dim, dB_LN)
+    chunks.store_tile(dC, token, n, num_tokens, state_dim, state_dim, dC_LN)
+
+
+class Inputs(NamedTuple):
+    """What the operator reads, as the kernels take it: x, B and C of one dtype, others float32."""
+
+    x_BTHP: Tensor
+    dt_BTH: Tensor
+    A_H: Tensor
+    B_BTN: Tensor
+    C_BTN: Tensor
+    D_H: Tensor
+    starts_BT: Tensor | None
+
+    @property
+    def chunk(self) -> int:
+        """L, the tokens of a chunk."""
+        return chunks.chunk_of(self.x_BTHP.shape[1])
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks, the last one included, which may have fewer tokens."""
+        return triton.cdiv(self.x_BTHP.shape[1], self.chunk)
+
+    @property
+    def heads_of_program(self) -> int:
+        """Heads that a program of a chunk walks over: all, if there are chunks enough."""
+        batch, _, num_heads, _ = self.x_BTHP.shape
+        groups = triton.cdiv(PROGRAMS, batch * self.num_chunks)
+        return triton.cdiv(num_heads, min(groups, num_heads))
+
+
+def forward(inputs: Inputs, state_BHNP: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return y_BTHP, and the state after the last token in float32."""
+    states, final_BHNP = pass_states(inputs, inputs.B_BTN, inputs.x_BTHP, state_BHNP)
+    x_BTHP, dt_BTH, A_H, B_BTN, C_BTN, D_H, starts_BT = inputs
+    batch, num_tokens, num_heads, head_dim = x_BTHP.shape
+    state_dim = B_BTN.shape[2]
+    heads = inputs.heads_of_program
+    y_BTHP = x_BTHP.new_empty(x_BTHP.shape)
+    ssd_outputs_kernel[triton.cdiv(num_heads, heads), inputs.num_chunks, batch](
+        x_BTHP,
+        dt_BTH,
+        A_H,
+        B_BTN,
+        C_BTN,
+        D_H,
+        chunks.starts_pointer(starts_BT, x_BTHP),
+        states,
+        y_BTHP,
+        num_tokens,
+        num_heads,
+        inputs.num_chunks,
+        state_dim,
+        head_dim,
+        heads,
+        x_BTHP.stride(1),
+        dt_BTH.stride(1),
+        B_BTN.stride(1),
+        C_BTN.stride(1),
+        has_starts=starts_BT is not None,
+        chunk=inputs.chunk,
+        rows=chunks.side(state_dim),
+        width=chunks.side(head_dim),
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+    return y_BTHP, final_BHNP
+
+
+def backward(
+    dy_BTHP: Tensor, dfinal_BHNP: Tensor, inputs: Inputs, state_BHNP: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of x, dt, A, B, C, D, and the state before the first token."""
+    states, _ = pass_states(inputs, inputs.B_BTN, inputs.x_BTHP, state_BHNP)
+    dstates, dstate_BHNP = pass_states(inputs, inputs.C_BTN, dy_BTHP, dfinal_BHNP, reverse=True)
+
+    x_BTHP, dt_BTH, A_H, B_BTN, C_BTN, D_H, starts_BT = inputs
+    batch, num_tokens, num_heads, head_dim = x_BTHP.shape
+    state_dim = B_BTN.shape[2]
+    heads = inputs.heads_of_program
+    groups = triton.cdiv(num_heads, heads)
+    dx_BTHP = x_BTHP.new_empty(x_BTHP.shape)
+    ddt_BTH = dt_BTH.new_empty(dt_BTH.shape)
+    # Sums over heads by group, and over tokens by chunk.
+    dB_GBTN, dC_GBTN = dt_BTH.new_empty(2, groups, *B_BTN.shape).unbind()
+    dA_BCH, dD_BCH = dt_BTH.new_empty(2, batch, inputs.num_chunks, num_heads).unbind()
+    ssd_gradients_kernel[groups, inputs.num_chunks, batch](
+        dy_BTHP,
+        x_BTHP,
+        dt_BTH,
+        A_H,
+        B_BTN,
+        C_BTN,
+        D_H,
+        chunks.starts_pointer(starts_BT, x_BTHP),
+        states,
+        dstates,
+        dx_BTHP,
+        ddt_BTH,
+        dB_GBTN,
+        dC_GBTN,
+        dA_BCH,
+        dD_BCH,
+        num_tokens,
+        num_heads,
+        inputs.num_chunks,
+        state_dim,
+        head_dim,
+        heads,
+        dy_BTHP.stride(1),
+        x_BTHP.stride(1),
+        dt_BTH.stride(1),
+        B_BTN.stride(1),
+        C_BTN.stride(1),
+        has_starts=starts_BT is not None,
+        half=x_BTHP.dtype != torch.float32,
+        chunk=inputs.chunk,
+        rows=chunks.side(state_dim),
+        width=chunks.side(head_dim),
+        num_warps=8,
+        enable_fp_fusion=True,
+    )
+    return (
+        dx_BTHP,
+        ddt_BTH,
+        dA_BCH.sum((0, 1)),
+        dB_GBTN.sum(0).to(B_BTN.dtype),
+        dC_GBTN.sum(0).to(C_BTN.dtype),
+        dD_BCH.sum((0, 1)),
+        dstate_BHNP,
+    )
+
+
+def pass_states(
+    inputs: Inputs,
+    factors_BTN: Tensor,
+    values_BTHP: Tensor,
+    first_BHNP: Tensor | None,
+    *,
+    reverse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return the states before each chunk [B, H, chunks, N, P], rounded, and the last in float32.
+
+    Before and last in the order of the chunks, or with `reverse` against it.
+    """
+    batch, num_tokens, num_heads, head_dim = values_BTHP.shape
+    state_dim = factors_BTN.shape[2]
+    states = values_BTHP.new_empty(batch, num_heads, inputs.num_chunks, state_dim, head_dim)
+    last_BHNP = inputs.dt_BTH.new_empty(batch, num_heads, state_dim, head_dim)
+    width = chunks.side(head_dim)
+    heads = min(max(1, VALUES // width), triton.next_power_of_2(num_heads))
+    rows = chunks.side(state_dim, STATES)
+    grid = (triton.cdiv(num_heads, heads), triton.cdiv(state_dim, rows), batch)
+    ssd_states_kernel[grid](
+        factors_BTN,
+        values_BTHP,
+        inputs.dt_BTH,
+        inputs.A_H,
+        chunks.starts_pointer(inputs.starts_BT, values_BTHP),
+        blocks.pointer(first_BHNP, inputs.dt_BTH),
+        states,
+        last_BHNP,
+        num_tokens,
+        num_heads,
+        inputs.num_chunks,
+        state_dim,
+        head_dim,
+        factors_BTN.stride(1),
+        values_BTHP.stride(1),
+        inputs.dt_BTH.stride(1),
+        reverse=reverse,
+        has_state=first_BHNP is not None,
+        has_starts=inputs.starts_BT is not None,
+        chunk=inputs.chunk,
+        rows=rows,
+        heads=heads,
+        width=width,
+        num_warps=8 if rows * heads * width > 64 * 64 else 4,
+        enable_fp_fusion=True,
+    )
+    return states, last_BHNP
