@@ -39,16 +39,6 @@ PROGRAMS = 264
 
 
 @triton.jit
-def load_sums(dt_LX, A_X, starts, token, num_tokens, has_starts: tl.constexpr):
-    """The float64 sums of a chunk's log decays dt A up to each token, and of all, [L, X] and [X]."""
-    log_LX = chunks.cut_tokens(dt_LX * A_X[None, :], starts, token, num_tokens, has_starts)
-    # Tokens after the last one have no decay.
-    exists = token < num_tokens
-    log_LX = tl.where(exists[:, None], log_LX, 0.0).to(tl.float64)
-    return tl.cumsum(log_LX, axis=0), tl.sum(log_LX, axis=0)
-
-
-@triton.jit
 def per_value(x_LG, width: tl.constexpr):
     """A tile's value per head for each of the head's `width` values: [L, G width] of [L, G]."""
     x_LGP = tl.broadcast_to(x_LG[:, :, None], [x_LG.shape[0], x_LG.shape[1], width])
@@ -57,10 +47,10 @@ def per_value(x_LG, width: tl.constexpr):
 
 @triton.jit
 def ssd_states_kernel(
-    factors, values, dt, A, starts, first_state, states, last_state,
-    num_tokens, num_heads, num_chunks, state_dim, head_dim, factor_step, value_step, dt_step,
-    reverse: tl.constexpr, has_state: tl.constexpr, has_starts: tl.constexpr, chunk: tl.constexpr,
-    rows: tl.constexpr, heads: tl.constexpr, width: tl.constexpr,
+    factors, values, dt, high, low, first_state, states, last_state,
+    num_tokens, num_heads, num_chunks, state_dim, head_dim, factor_step, value_step,
+    reverse: tl.constexpr, has_state: tl.constexpr, chunk: tl.constexpr, rows: tl.constexpr,
+    heads: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     """Pass the states of some heads through the chunks: S' = decay S + factors^T (f values).
 
@@ -73,8 +63,10 @@ def ssd_states_kernel(
     batch = tl.program_id(2).to(tl.int64)
     factors += batch * num_tokens * factor_step
     values += batch * num_tokens * value_step
-    dt += batch * num_tokens * dt_step
-    starts += batch * num_tokens
+    sums = batch * num_heads * num_chunks * chunk
+    dt += sums
+    high += sums
+    low += sums
 
     # The values of all heads in a row; `inside`: those that exist.
     x = tl.arange(0, heads * width)
@@ -88,35 +80,43 @@ def ssd_states_kernel(
 
     state_NX = tl.zeros([rows, heads * width], tl.float32)
     if has_state:
-        offsets = x_state[None, :] + n[:, None] * head_dim
-        state_NX = tl.load(first_state + offsets, mask=state_mask, other=0.0)
-    A_G = tl.load(A + head, mask=head < num_heads, other=0.0)
+        first = x_state[None, :] + n[:, None] * head_dim
+        state_NX = tl.load(first_state + first, mask=state_mask, other=0.0)
     place = tl.arange(0, chunk)
+    head_mask = head < num_heads
+    sums_mask = (place < chunk)[:, None] & head_mask[None, :]
     for i in range(num_chunks):
         c = i
         if reverse:
             c = num_chunks - 1 - i
         token = c * chunk + place
         here = tl.cast(c, tl.int64)
-        offsets = x_states[None, :] + here * state_size + n[:, None] * head_dim
-        tl.store(states + offsets, state_NX.to(states.dtype.element_ty), mask=state_mask)
+        before = x_states[None, :] + here * state_size + n[:, None] * head_dim
+        tl.store(states + before, state_NX.to(states.dtype.element_ty), mask=state_mask)
 
-        dt_LG = chunks.load_tile(dt, token, head, num_tokens, num_heads, dt_step)
-        sums_LG, total_G = load_sums(dt_LG, A_G, starts, token, num_tokens, has_starts)
+        sums_G = (head * num_chunks + c) * chunk
+        sums_LG = sums_G[None, :] + place[:, None]
+        high_LG = tl.load(high + sums_LG, mask=sums_mask, other=0.0)
+        low_LG = tl.load(low + sums_LG, mask=sums_mask, other=0.0)
+        last_high_G = tl.load(high + sums_G + (chunk - 1), mask=head_mask, other=0.0)
+        last_low_G = tl.load(low + sums_G + (chunk - 1), mask=head_mask, other=0.0)
         if reverse:
-            factor_LG = chunks.decays_from_start(sums_LG)
+            factor_LG = chunks.decay_since(high_LG, low_LG)
         else:
-            factor_LG = dt_LG * chunks.decays_to_end(sums_LG, total_G)
+            dt_LG = tl.load(dt + sums_LG, mask=sums_mask, other=0.0)
+            factor_LG = dt_LG * chunks.decay_until(
+                high_LG, low_LG, last_high_G[None, :], last_low_G[None, :]
+            )
 
         factors_LN = chunks.load_tile(factors, token, n, num_tokens, state_dim, factor_step)
         mask = (token < num_tokens)[:, None] & inside_X[None, :]
         offsets = tl.cast(token, tl.int64)[:, None] * value_step + x_value[None, :]
         values_LX = tl.load(values + offsets, mask=mask, other=0.0).to(tl.float32)
         values_LX = values_LX * per_value(factor_LG, width)
-        decay_1X = per_value(tl.exp(total_G.to(tl.float32))[None, :], width)
+        decay_1X = per_value(tl.exp(last_high_G + last_low_G)[None, :], width)
         state_NX = chunks.product(tl.trans(factors_LN), values_LX, decay_1X * state_NX)
-    offsets = x_state[None, :] + n[:, None] * head_dim
-    tl.store(last_state + offsets, state_NX, mask=state_mask)
+    last = x_state[None, :] + n[:, None] * head_dim
+    tl.store(last_state + last, state_NX, mask=state_mask)
 
 
 @triton.jit
@@ -126,29 +126,22 @@ def load_head(x, token, value, head, num_tokens, head_dim, step):
 
 
 @triton.jit
-def load_head_sums(dt, A, starts, token, head, num_tokens, dt_step, has_starts: tl.constexpr):
-    """A head's dt [L], the rate A, and the sums of log decays, [L] and of all."""
-    dt_L = tl.load(dt + token * dt_step + head, mask=token < num_tokens, other=0.0)
-    A_1 = tl.load(A + head + tl.arange(0, 1))
-    sums_L1, total_1 = load_sums(dt_L[:, None], A_1, starts, token, num_tokens, has_starts)
-    return dt_L, A_1, tl.reshape(sums_L1, [token.shape[0]]), total_1
-
-
-@triton.jit
 def ssd_outputs_kernel(
-    x, dt, A, B, C, D, starts, states, y,
-    num_tokens, num_heads, num_chunks, state_dim, head_dim, heads, x_step, dt_step, B_step, C_step,
-    has_starts: tl.constexpr, chunk: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
+    x, dt, high, low, B, C, D, states, y,
+    num_tokens, num_heads, num_chunks, state_dim, head_dim, heads, x_step, B_step, C_step,
+    chunk: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     """Write y of a chunk for `heads` heads."""
     first_head = tl.program_id(0) * heads
     c = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
     x += batch * num_tokens * x_step
-    dt += batch * num_tokens * dt_step
     B += batch * num_tokens * B_step
     C += batch * num_tokens * C_step
-    starts += batch * num_tokens
+    sums = (batch * num_heads * num_chunks + c) * chunk
+    dt += sums
+    high += sums
+    low += sums
     y += batch * num_tokens * num_heads * head_dim
     state_size = state_dim * head_dim
     states += (batch * num_heads * num_chunks + c) * state_size
@@ -161,17 +154,17 @@ def ssd_outputs_kernel(
     C_LN = chunks.load_tile(C, token, n, num_tokens, state_dim, C_step)
     scores_LL = chunks.product(C_LN, tl.trans(B_LN))
     for head in range(first_head, tl.minimum(first_head + heads, num_heads)):
-        dt_L, _, sums_L, _ = load_head_sums(
-            dt, A, starts, token, head, num_tokens, dt_step, has_starts
-        )
-        mixing_LL = scores_LL * chunks.decays_between(sums_L, place) * dt_L[None, :]
+        sums_L = head * num_chunks * chunk + place
+        dt_L = tl.load(dt + sums_L)
+        high_L = tl.load(high + sums_L)
+        low_L = tl.load(low + sums_L)
+        mixing_LL = scores_LL * chunks.decay_between(high_L, low_L, place) * dt_L[None, :]
         x_LP = load_head(x, token, value, head, num_tokens, head_dim, x_step)
         state_NP = chunks.load_tile(
             states + tl.cast(head, tl.int64) * num_chunks * state_size, n, value, state_dim,
             head_dim, head_dim,
         )  # fmt: skip
-        since_L1 = chunks.decays_from_start(sums_L)[:, None]
-        y_LP = since_L1 * chunks.product(C_LN, state_NP)
+        y_LP = chunks.decay_since(high_L, low_L)[:, None] * chunks.product(C_LN, state_NP)
         y_LP = chunks.product(mixing_LL.to(x_LP.dtype), x_LP, y_LP)
         y_LP += tl.load(D + head) * x_LP.to(tl.float32)
         chunks.store_tile(
@@ -181,11 +174,9 @@ def ssd_outputs_kernel(
 
 @triton.jit
 def ssd_gradients_kernel(
-    dy, x, dt, A, B, C, D, starts, states, dstates, dx, ddt, dB, dC, dA, dD,
-    num_tokens, num_heads, num_chunks, state_dim, head_dim, heads,
-    dy_step, x_step, dt_step, B_step, C_step,
-    has_starts: tl.constexpr, half: tl.constexpr, chunk: tl.constexpr, rows: tl.constexpr,
-    width: tl.constexpr,
+    dy, x, dt, high, low, A, B, C, D, states, dstates, dx, ddt, dB, dC, dA, dD,
+    num_tokens, num_heads, num_chunks, state_dim, head_dim, heads, dy_step, x_step, B_step, C_step,
+    half: tl.constexpr, chunk: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of a chunk for `heads` heads, and their sums: of B and C, A and D.
 
@@ -196,10 +187,12 @@ def ssd_gradients_kernel(
     batch = tl.program_id(2).to(tl.int64)
     dy += batch * num_tokens * dy_step
     x += batch * num_tokens * x_step
-    dt += batch * num_tokens * dt_step
     B += batch * num_tokens * B_step
     C += batch * num_tokens * C_step
-    starts += batch * num_tokens
+    sums = (batch * num_heads * num_chunks + c) * chunk
+    dt += sums
+    high += sums
+    low += sums
     dx += batch * num_tokens * num_heads * head_dim
     ddt += batch * num_tokens * num_heads
     group = (tl.program_id(0) * tl.num_programs(2) + batch) * num_tokens * state_dim
@@ -224,12 +217,15 @@ def ssd_gradients_kernel(
     dB_LN = tl.zeros([chunk, rows], tl.float32)
     dC_LN = tl.zeros([chunk, rows], tl.float32)
     for head in range(first_head, tl.minimum(first_head + heads, num_heads)):
-        dt_L, A_1, sums_L, total_1 = load_head_sums(
-            dt, A, starts, token, head, num_tokens, dt_step, has_starts
-        )
-        decays_LL = chunks.decays_between(sums_L, place)
-        since_L = chunks.decays_from_start(sums_L)
-        until_L = tl.exp((total_1 - sums_L).to(tl.float32))
+        sums = head * num_chunks * chunk
+        dt_L = tl.load(dt + sums + place)
+        high_L = tl.load(high + sums + place)
+        low_L = tl.load(low + sums + place)
+        last_high = tl.load(high + sums + (chunk - 1))
+        last_low = tl.load(low + sums + (chunk - 1))
+        decays_LL = chunks.decay_between(high_L, low_L, place)
+        since_L = chunks.decay_since(high_L, low_L)
+        until_L = chunks.decay_until(high_L, low_L, last_high, last_low)
         x_LP = load_head(x, token, value, head, num_tokens, head_dim, x_step)
         dy_LP = load_head(dy, token, value, head, num_tokens, head_dim, dy_step)
         here = tl.cast(head, tl.int64) * num_chunks * state_size
@@ -237,8 +233,9 @@ def ssd_gradients_kernel(
         dstate_NP = chunks.load_tile(dstates + here, n, value, state_dim, head_dim, head_dim)
 
         # x is in y by M and D, and in the state after the chunk.
+        B_dstate_LP = chunks.product(B_LN, dstate_NP)
         mixing_LL = (scores_LL * decays_LL * dt_L[None, :]).to(dy_LP.dtype)
-        dx_LP = (dt_L * until_L)[:, None] * chunks.product(B_LN, dstate_NP)
+        dx_LP = (dt_L * until_L)[:, None] * B_dstate_LP
         dx_LP = chunks.product(tl.trans(mixing_LL), dy_LP, dx_LP)
         dx_LP += tl.load(D + head) * dy_LP.to(tl.float32)
         chunks.store_tile(
@@ -250,28 +247,30 @@ def ssd_gradients_kernel(
         dscores_LL += dmixing_LL * dt_L[None, :]
 
         # B and C are in the scores (after the loop), in the state after the chunk, and before it.
-        dB_state_LN = until_L[:, None] * chunks.product(x_LP, tl.trans(dstate_NP))
-        dC_state_LN = since_L[:, None] * chunks.product(dy_LP, tl.trans(state_NP))
-        dB_LN += dt_L[:, None] * dB_state_LN
-        dC_LN += dC_state_LN
+        dt_until_x_LP = ((dt_L * until_L)[:, None] * x_LP.to(tl.float32)).to(x_LP.dtype)
+        since_dy_LP = (since_L[:, None] * dy_LP.to(tl.float32)).to(dy_LP.dtype)
+        dB_LN = chunks.product(dt_until_x_LP, tl.trans(dstate_NP), dB_LN)
+        dC_LN = chunks.product(since_dy_LP, tl.trans(state_NP), dC_LN)
 
         # dt is in M and in the state after the chunk,
         mixed_LL = dmixing_LL * scores_LL
-        until_state_L = tl.sum(dB_state_LN * B_LN.to(tl.float32), axis=1)
+        until_state_L = until_L * tl.sum(x_LP.to(tl.float32) * B_dstate_LP, axis=1)
         ddt_L = tl.sum(mixed_LL, axis=0) + until_state_L
 
         # and in the log decays dt A: of t, in M_ls for l >= t > s, in the decays since the chunk
         # began of l >= t, until its end of s < t, and of the whole chunk.
+        C_state_LP = chunks.product(C_LN, state_NP)
+        since_state_L = since_L * tl.sum(dy_LP.to(tl.float32) * C_state_LP, axis=1)
         mixed_LL *= dt_L[None, :]
         passing_LL = chunks.sum_product(mixed_LL, earlier_LL.to(tl.float32), half)
-        passing_LL += tl.sum(dC_state_LN * C_LN.to(tl.float32), axis=1)[:, None]
+        passing_LL += since_state_L[:, None]
         dlog_L = tl.sum(tl.where(later_LL, passing_LL, 0.0), axis=0)
         until_LL = tl.where(earlier_LL, (dt_L * until_state_L)[:, None], 0.0)
         dlog_L += tl.sum(until_LL, axis=0)
         carried_N = tl.sum(state_NP.to(tl.float32) * dstate_NP.to(tl.float32), axis=1)
-        dlog_L += tl.exp(total_1.to(tl.float32)) * tl.sum(carried_N, axis=0)
+        dlog_L += tl.exp(last_high + last_low) * tl.sum(carried_N, axis=0)
 
-        ddt_L += dlog_L * A_1
+        ddt_L += dlog_L * tl.load(A + head)
         tl.store(ddt + token * num_heads + head, ddt_L, mask=token < num_tokens)
         tl.store(dA + head, tl.sum(dlog_L * dt_L, axis=0))
         d_x_L = tl.sum(dy_LP.to(tl.float32) * x_LP.to(tl.float32), axis=1)
@@ -315,20 +314,21 @@ class Inputs(NamedTuple):
 
 def forward(inputs: Inputs, state_BHNP: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return y_BTHP, and the state after the last token in float32."""
-    states, final_BHNP = pass_states(inputs, inputs.B_BTN, inputs.x_BTHP, state_BHNP)
     x_BTHP, dt_BTH, A_H, B_BTN, C_BTN, D_H, starts_BT = inputs
+    sums = chunks.chunk_sums(dt_BTH, A_H, starts_BT, inputs.chunk)
+    states, final_BHNP = pass_states(sums, B_BTN, x_BTHP, state_BHNP)
     batch, num_tokens, num_heads, head_dim = x_BTHP.shape
     state_dim = B_BTN.shape[2]
     heads = inputs.heads_of_program
     y_BTHP = x_BTHP.new_empty(x_BTHP.shape)
     ssd_outputs_kernel[triton.cdiv(num_heads, heads), inputs.num_chunks, batch](
         x_BTHP,
-        dt_BTH,
-        A_H,
+        sums.values_RNC,
+        sums.high_RNC,
+        sums.low_RNC,
         B_BTN,
         C_BTN,
         D_H,
-        chunks.starts_pointer(starts_BT, x_BTHP),
         states,
         y_BTHP,
         num_tokens,
@@ -338,14 +338,12 @@ def forward(inputs: Inputs, state_BHNP: Tensor | None) -> tuple[Tensor, Tensor]:
         head_dim,
         heads,
         x_BTHP.stride(1),
-        dt_BTH.stride(1),
         B_BTN.stride(1),
         C_BTN.stride(1),
-        has_starts=starts_BT is not None,
         chunk=inputs.chunk,
         rows=chunks.side(state_dim),
         width=chunks.side(head_dim),
-        num_warps=4,
+        num_warps=8,
         enable_fp_fusion=True,
     )
     return y_BTHP, final_BHNP
@@ -355,10 +353,11 @@ def backward(
     dy_BTHP: Tensor, dfinal_BHNP: Tensor, inputs: Inputs, state_BHNP: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of x, dt, A, B, C, D, and the state before the first token."""
-    states, _ = pass_states(inputs, inputs.B_BTN, inputs.x_BTHP, state_BHNP)
-    dstates, dstate_BHNP = pass_states(inputs, inputs.C_BTN, dy_BTHP, dfinal_BHNP, reverse=True)
-
     x_BTHP, dt_BTH, A_H, B_BTN, C_BTN, D_H, starts_BT = inputs
+    sums = chunks.chunk_sums(dt_BTH, A_H, starts_BT, inputs.chunk)
+    states, _ = pass_states(sums, B_BTN, x_BTHP, state_BHNP)
+    dstates, dstate_BHNP = pass_states(sums, C_BTN, dy_BTHP, dfinal_BHNP, reverse=True)
+
     batch, num_tokens, num_heads, head_dim = x_BTHP.shape
     state_dim = B_BTN.shape[2]
     heads = inputs.heads_of_program
@@ -371,12 +370,13 @@ def backward(
     ssd_gradients_kernel[groups, inputs.num_chunks, batch](
         dy_BTHP,
         x_BTHP,
-        dt_BTH,
+        sums.values_RNC,
+        sums.high_RNC,
+        sums.low_RNC,
         A_H,
         B_BTN,
         C_BTN,
         D_H,
-        chunks.starts_pointer(starts_BT, x_BTHP),
         states,
         dstates,
         dx_BTHP,
@@ -393,10 +393,8 @@ def backward(
         heads,
         dy_BTHP.stride(1),
         x_BTHP.stride(1),
-        dt_BTH.stride(1),
         B_BTN.stride(1),
         C_BTN.stride(1),
-        has_starts=starts_BT is not None,
         half=x_BTHP.dtype != torch.float32,
         chunk=inputs.chunk,
         rows=chunks.side(state_dim),
@@ -416,7 +414,7 @@ def backward(
 
 
 def pass_states(
-    inputs: Inputs,
+    sums: chunks.Sums,
     factors_BTN: Tensor,
     values_BTHP: Tensor,
     first_BHNP: Tensor | None,
@@ -429,8 +427,9 @@ def pass_states(
     """
     batch, num_tokens, num_heads, head_dim = values_BTHP.shape
     state_dim = factors_BTN.shape[2]
-    states = values_BTHP.new_empty(batch, num_heads, inputs.num_chunks, state_dim, head_dim)
-    last_BHNP = inputs.dt_BTH.new_empty(batch, num_heads, state_dim, head_dim)
+    _, num_chunks, chunk = sums.high_RNC.shape
+    states = values_BTHP.new_empty(batch, num_heads, num_chunks, state_dim, head_dim)
+    last_BHNP = sums.high_RNC.new_empty(batch, num_heads, state_dim, head_dim)
     width = chunks.side(head_dim)
     heads = min(max(1, VALUES // width), triton.next_power_of_2(num_heads))
     rows = chunks.side(state_dim, STATES)
@@ -438,24 +437,22 @@ def pass_states(
     ssd_states_kernel[grid](
         factors_BTN,
         values_BTHP,
-        inputs.dt_BTH,
-        inputs.A_H,
-        chunks.starts_pointer(inputs.starts_BT, values_BTHP),
-        blocks.pointer(first_BHNP, inputs.dt_BTH),
+        sums.values_RNC,
+        sums.high_RNC,
+        sums.low_RNC,
+        blocks.pointer(first_BHNP, sums.high_RNC),
         states,
         last_BHNP,
         num_tokens,
         num_heads,
-        inputs.num_chunks,
+        num_chunks,
         state_dim,
         head_dim,
         factors_BTN.stride(1),
         values_BTHP.stride(1),
-        inputs.dt_BTH.stride(1),
         reverse=reverse,
         has_state=first_BHNP is not None,
-        has_starts=inputs.starts_BT is not None,
-        chunk=inputs.chunk,
+        chunk=chunk,
         rows=rows,
         heads=heads,
         width=width,
