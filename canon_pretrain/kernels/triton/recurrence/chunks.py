@@ -100,12 +100,15 @@ def product(a, b, total=None):
 
 
 @triton.jit
-def sum_product(a, b, half: tl.constexpr):
-    """Sums a b of float32, of which one is zeros and ones; with `half` terms are rounded to TF32."""
+def sum_product(a, b, total, half: tl.constexpr):
+    """total + sums a b, of which one is zeros and ones; with `half` terms are rounded to bfloat16.
+
+    For gradients of log decays, whose terms may be too large for float16.
+    """
     if half:
-        return tl.dot(a, b, input_precision="tf32")
+        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), acc=total)
     else:
-        return tl.dot(a, b, input_precision="ieee")
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc=total, input_precision="ieee")
 
 
 # -- scalar decays ------------------------------------------------------------------------------

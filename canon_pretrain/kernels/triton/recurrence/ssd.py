@@ -39,6 +39,25 @@ PROGRAMS = 264
 
 
 @triton.jit
+def ssd_scores_kernel(
+    B, C, scores, num_tokens, state_dim, B_step, C_step, chunk: tl.constexpr, rows: tl.constexpr
+):
+    """Write C B^T of a chunk in float32."""
+    c = tl.program_id(0)
+    batch = tl.program_id(1).to(tl.int64)
+    B += batch * num_tokens * B_step
+    C += batch * num_tokens * C_step
+    scores += (batch * tl.num_programs(0) + c) * chunk * chunk
+
+    place = tl.arange(0, chunk)
+    n = tl.arange(0, rows)
+    B_LN = chunks.load_tile(B, c * chunk + place, n, num_tokens, state_dim, B_step)
+    C_LN = chunks.load_tile(C, c * chunk + place, n, num_tokens, state_dim, C_step)
+    scores_LL = chunks.product(C_LN, tl.trans(B_LN))
+    chunks.store_tile(scores, place, place, chunk, chunk, chunk, scores_LL)
+
+
+@triton.jit
 def per_value(x_LG, width: tl.constexpr):
     """A tile's value per head for each of the head's `width` values: [L, G width] of [L, G]."""
     x_LGP = tl.broadcast_to(x_LG[:, :, None], [x_LG.shape[0], x_LG.shape[1], width])
@@ -127,8 +146,8 @@ def load_head(x, token, value, head, num_tokens, head_dim, step):
 
 @triton.jit
 def ssd_outputs_kernel(
-    x, dt, high, low, B, C, D, states, y,
-    num_tokens, num_heads, num_chunks, state_dim, head_dim, heads, x_step, B_step, C_step,
+    x, dt, high, low, scores, C, D, states, y,
+    num_tokens, num_heads, num_chunks, state_dim, head_dim, heads, x_step, C_step,
     chunk: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     """Write y of a chunk for `heads` heads."""
@@ -136,7 +155,6 @@ def ssd_outputs_kernel(
     c = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
     x += batch * num_tokens * x_step
-    B += batch * num_tokens * B_step
     C += batch * num_tokens * C_step
     sums = (batch * num_heads * num_chunks + c) * chunk
     dt += sums
@@ -144,15 +162,15 @@ def ssd_outputs_kernel(
     low += sums
     y += batch * num_tokens * num_heads * head_dim
     state_size = state_dim * head_dim
+    scores += (batch * num_chunks + c) * chunk * chunk
     states += (batch * num_heads * num_chunks + c) * state_size
 
     place = tl.arange(0, chunk)
     token = c * chunk + place
     n = tl.arange(0, rows)
     value = tl.arange(0, width)
-    B_LN = chunks.load_tile(B, token, n, num_tokens, state_dim, B_step)
     C_LN = chunks.load_tile(C, token, n, num_tokens, state_dim, C_step)
-    scores_LL = chunks.product(C_LN, tl.trans(B_LN))
+    scores_LL = chunks.load_tile(scores, place, place, chunk, chunk, chunk)
     for head in range(first_head, tl.minimum(first_head + heads, num_heads)):
         sums_L = head * num_chunks * chunk + place
         dt_L = tl.load(dt + sums_L)
@@ -164,8 +182,8 @@ def ssd_outputs_kernel(
             states + tl.cast(head, tl.int64) * num_chunks * state_size, n, value, state_dim,
             head_dim, head_dim,
         )  # fmt: skip
-        y_LP = chunks.decay_since(high_L, low_L)[:, None] * chunks.product(C_LN, state_NP)
-        y_LP = chunks.product(mixing_LL.to(x_LP.dtype), x_LP, y_LP)
+        y_LP = chunks.product(mixing_LL.to(x_LP.dtype), x_LP)
+        y_LP += chunks.decay_since(high_L, low_L)[:, None] * chunks.product(C_LN, state_NP)
         y_LP += tl.load(D + head) * x_LP.to(tl.float32)
         chunks.store_tile(
             y + head * head_dim, token, value, num_tokens, head_dim, num_heads * head_dim, y_LP
@@ -174,13 +192,15 @@ def ssd_outputs_kernel(
 
 @triton.jit
 def ssd_gradients_kernel(
-    dy, x, dt, high, low, A, B, C, D, states, dstates, dx, ddt, dB, dC, dA, dD,
+    dy, x, dt, high, low, scores, A, B, C, D, states, dstates,
+    dx, ddt, dscores, dB, dC, dA, dD,
     num_tokens, num_heads, num_chunks, state_dim, head_dim, heads, dy_step, x_step, B_step, C_step,
-    half: tl.constexpr, chunk: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
+    chunk: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of a chunk for `heads` heads, and their sums: of B and C, A and D.
+    """Write the gradients of a chunk for `heads` heads, and sums over them and over tokens.
 
-    dB, dC [groups of heads, B, T, N]; dA, dD [B, chunks, H].
+    dscores [groups of heads, B, chunks, L, L] and, but for what passes through the scores, dB and dC
+    [groups, B, T, N]; dA and dD [B, chunks, H].
     """
     first_head = tl.program_id(0) * heads
     c = tl.program_id(1)
@@ -189,40 +209,41 @@ def ssd_gradients_kernel(
     x += batch * num_tokens * x_step
     B += batch * num_tokens * B_step
     C += batch * num_tokens * C_step
-    sums = (batch * num_heads * num_chunks + c) * chunk
-    dt += sums
-    high += sums
-    low += sums
     dx += batch * num_tokens * num_heads * head_dim
     ddt += batch * num_tokens * num_heads
-    group = (tl.program_id(0) * tl.num_programs(2) + batch) * num_tokens * state_dim
-    dB += group
-    dC += group
-    dA += (batch * num_chunks + c) * num_heads
-    dD += (batch * num_chunks + c) * num_heads
+    number = batch * num_chunks + c
+    scores += number * chunk * chunk
+    dA += number * num_heads
+    dD += number * num_heads
+    of_heads = batch * num_heads * num_chunks + c
+    dt += of_heads * chunk
+    high += of_heads * chunk
+    low += of_heads * chunk
     state_size = state_dim * head_dim
-    states += (batch * num_heads * num_chunks + c) * state_size
-    dstates += (batch * num_heads * num_chunks + c) * state_size
+    states += of_heads * state_size
+    dstates += of_heads * state_size
+    group = tl.program_id(0) * tl.num_programs(2) + batch
+    dscores += (group * num_chunks + c) * chunk * chunk
+    dB += group * num_tokens * state_dim
+    dC += group * num_tokens * state_dim
 
     place = tl.arange(0, chunk)
     token = c * chunk + place
-    later_LL = place[:, None] >= place[None, :]
-    earlier_LL = place[:, None] < place[None, :]
     n = tl.arange(0, rows)
     value = tl.arange(0, width)
     B_LN = chunks.load_tile(B, token, n, num_tokens, state_dim, B_step)
     C_LN = chunks.load_tile(C, token, n, num_tokens, state_dim, C_step)
-    scores_LL = chunks.product(C_LN, tl.trans(B_LN))
+    scores_LL = chunks.load_tile(scores, place, place, chunk, chunk, chunk)
     dscores_LL = tl.zeros([chunk, chunk], tl.float32)
     dB_LN = tl.zeros([chunk, rows], tl.float32)
     dC_LN = tl.zeros([chunk, rows], tl.float32)
     for head in range(first_head, tl.minimum(first_head + heads, num_heads)):
-        sums = head * num_chunks * chunk
-        dt_L = tl.load(dt + sums + place)
-        high_L = tl.load(high + sums + place)
-        low_L = tl.load(low + sums + place)
-        last_high = tl.load(high + sums + (chunk - 1))
-        last_low = tl.load(low + sums + (chunk - 1))
+        of_head = head * num_chunks * chunk
+        dt_L = tl.load(dt + of_head + place)
+        high_L = tl.load(high + of_head + place)
+        low_L = tl.load(low + of_head + place)
+        last_high = tl.load(high + of_head + (chunk - 1))
+        last_low = tl.load(low + of_head + (chunk - 1))
         decays_LL = chunks.decay_between(high_L, low_L, place)
         since_L = chunks.decay_since(high_L, low_L)
         until_L = chunks.decay_until(high_L, low_L, last_high, last_low)
@@ -233,10 +254,10 @@ def ssd_gradients_kernel(
         dstate_NP = chunks.load_tile(dstates + here, n, value, state_dim, head_dim, head_dim)
 
         # x is in y by M and D, and in the state after the chunk.
-        B_dstate_LP = chunks.product(B_LN, dstate_NP)
         mixing_LL = (scores_LL * decays_LL * dt_L[None, :]).to(dy_LP.dtype)
-        dx_LP = (dt_L * until_L)[:, None] * B_dstate_LP
-        dx_LP = chunks.product(tl.trans(mixing_LL), dy_LP, dx_LP)
+        dx_LP = chunks.product(tl.trans(mixing_LL), dy_LP)
+        B_dstate_LP = until_L[:, None] * chunks.product(B_LN, dstate_NP)
+        dx_LP += dt_L[:, None] * B_dstate_LP
         dx_LP += tl.load(D + head) * dy_LP.to(tl.float32)
         chunks.store_tile(
             dx + head * head_dim, token, value, num_tokens, head_dim, num_heads * head_dim, dx_LP
@@ -246,27 +267,25 @@ def ssd_gradients_kernel(
         dmixing_LL = chunks.product(dy_LP, tl.trans(x_LP)) * decays_LL
         dscores_LL += dmixing_LL * dt_L[None, :]
 
-        # B and C are in the scores (after the loop), in the state after the chunk, and before it.
-        dt_until_x_LP = ((dt_L * until_L)[:, None] * x_LP.to(tl.float32)).to(x_LP.dtype)
-        since_dy_LP = (since_L[:, None] * dy_LP.to(tl.float32)).to(dy_LP.dtype)
-        dB_LN = chunks.product(dt_until_x_LP, tl.trans(dstate_NP), dB_LN)
-        dC_LN = chunks.product(since_dy_LP, tl.trans(state_NP), dC_LN)
+        # B and C are in the scores, in the state after the chunk, and before it.
+        dt_until_x_LP = (dt_L * until_L)[:, None] * x_LP.to(tl.float32)
+        since_dy_LP = since_L[:, None] * dy_LP.to(tl.float32)
+        dB_LN = chunks.product(dt_until_x_LP.to(x_LP.dtype), tl.trans(dstate_NP), dB_LN)
+        dC_LN = chunks.product(since_dy_LP.to(dy_LP.dtype), tl.trans(state_NP), dC_LN)
 
         # dt is in M and in the state after the chunk,
         mixed_LL = dmixing_LL * scores_LL
-        until_state_L = until_L * tl.sum(x_LP.to(tl.float32) * B_dstate_LP, axis=1)
+        until_state_L = tl.sum(x_LP.to(tl.float32) * B_dstate_LP, axis=1)
         ddt_L = tl.sum(mixed_LL, axis=0) + until_state_L
 
         # and in the log decays dt A: of t, in M_ls for l >= t > s, in the decays since the chunk
         # began of l >= t, until its end of s < t, and of the whole chunk.
-        C_state_LP = chunks.product(C_LN, state_NP)
-        since_state_L = since_L * tl.sum(dy_LP.to(tl.float32) * C_state_LP, axis=1)
-        mixed_LL *= dt_L[None, :]
-        passing_LL = chunks.sum_product(mixed_LL, earlier_LL.to(tl.float32), half)
-        passing_LL += since_state_L[:, None]
-        dlog_L = tl.sum(tl.where(later_LL, passing_LL, 0.0), axis=0)
-        until_LL = tl.where(earlier_LL, (dt_L * until_state_L)[:, None], 0.0)
-        dlog_L += tl.sum(until_LL, axis=0)
+        passing_LL = tl.cumsum(mixed_LL * dt_L[None, :], axis=0, reverse=True)
+        is_earlier_LL = place[None, :] < place[:, None]
+        until_state_LL = (dt_L * until_state_L)[None, :]
+        dlog_L = tl.sum(tl.where(is_earlier_LL, passing_LL + until_state_LL, 0.0), axis=1)
+        since_state_L = tl.sum(since_dy_LP * chunks.product(C_LN, state_NP), axis=1)
+        dlog_L += tl.cumsum(since_state_L, axis=0, reverse=True)
         carried_N = tl.sum(state_NP.to(tl.float32) * dstate_NP.to(tl.float32), axis=1)
         dlog_L += tl.exp(last_high + last_low) * tl.sum(carried_N, axis=0)
 
@@ -275,10 +294,49 @@ def ssd_gradients_kernel(
         tl.store(dA + head, tl.sum(dlog_L * dt_L, axis=0))
         d_x_L = tl.sum(dy_LP.to(tl.float32) * x_LP.to(tl.float32), axis=1)
         tl.store(dD + head, tl.sum(d_x_L, axis=0))
+    chunks.store_tile(dscores, place, place, chunk, chunk, chunk, dscores_LL)
+    chunks.store_tile(dB, token, n, num_tokens, state_dim, state_dim, dB_LN)
+    chunks.store_tile(dC, token, n, num_tokens, state_dim, state_dim, dC_LN)
 
+
+@triton.jit
+def ssd_shared_gradients_kernel(
+    B, C, dscores_groups, dB_groups, dC_groups, dB, dC,
+    num_tokens, num_groups, state_dim, B_step, C_step, chunk: tl.constexpr, rows: tl.constexpr,
+):  # fmt: skip
+    """Write dB and dC of a chunk: the sums of the groups of heads, and what passes through C B^T."""
+    c = tl.program_id(0)
+    batch = tl.program_id(1).to(tl.int64)
+    B += batch * num_tokens * B_step
+    C += batch * num_tokens * C_step
+    of_batch = batch * num_tokens * state_dim
+    dB += of_batch
+    dC += of_batch
+
+    place = tl.arange(0, chunk)
+    token = c * chunk + place
+    n = tl.arange(0, rows)
+    B_LN = chunks.load_tile(B, token, n, num_tokens, state_dim, B_step)
+    C_LN = chunks.load_tile(C, token, n, num_tokens, state_dim, C_step)
+    dscores_LL = tl.zeros([chunk, chunk], tl.float32)
+    dB_LN = tl.zeros([chunk, rows], tl.float32)
+    dC_LN = tl.zeros([chunk, rows], tl.float32)
+    for g in range(num_groups):
+        group = g * tl.num_programs(1) + batch
+        dscores_LL += chunks.load_tile(
+            dscores_groups + (group * tl.num_programs(0) + c) * chunk * chunk, place, place,
+            chunk, chunk, chunk,
+        )  # fmt: skip
+        of_group = group * num_tokens * state_dim
+        dB_LN += chunks.load_tile(
+            dB_groups + of_group, token, n, num_tokens, state_dim, state_dim
+        )
+        dC_LN += chunks.load_tile(
+            dC_groups + of_group, token, n, num_tokens, state_dim, state_dim
+        )
     dscores_LL = dscores_LL.to(B_LN.dtype)
-    dC_LN = chunks.product(dscores_LL, B_LN, dC_LN)
     dB_LN = chunks.product(tl.trans(dscores_LL), C_LN, dB_LN)
+    dC_LN = chunks.product(dscores_LL, B_LN, dC_LN)
     chunks.store_tile(dB, token, n, num_tokens, state_dim, state_dim, dB_LN)
     chunks.store_tile(dC, token, n, num_tokens, state_dim, state_dim, dC_LN)
 
@@ -317,6 +375,7 @@ def forward(inputs: Inputs, state_BHNP: Tensor | None) -> tuple[Tensor, Tensor]:
     x_BTHP, dt_BTH, A_H, B_BTN, C_BTN, D_H, starts_BT = inputs
     sums = chunks.chunk_sums(dt_BTH, A_H, starts_BT, inputs.chunk)
     states, final_BHNP = pass_states(sums, B_BTN, x_BTHP, state_BHNP)
+
     batch, num_tokens, num_heads, head_dim = x_BTHP.shape
     state_dim = B_BTN.shape[2]
     heads = inputs.heads_of_program
@@ -326,7 +385,7 @@ def forward(inputs: Inputs, state_BHNP: Tensor | None) -> tuple[Tensor, Tensor]:
         sums.values_RNC,
         sums.high_RNC,
         sums.low_RNC,
-        B_BTN,
+        compute_scores(inputs),
         C_BTN,
         D_H,
         states,
@@ -338,7 +397,6 @@ def forward(inputs: Inputs, state_BHNP: Tensor | None) -> tuple[Tensor, Tensor]:
         head_dim,
         heads,
         x_BTHP.stride(1),
-        B_BTN.stride(1),
         C_BTN.stride(1),
         chunk=inputs.chunk,
         rows=chunks.side(state_dim),
@@ -360,19 +418,25 @@ def backward(
 
     batch, num_tokens, num_heads, head_dim = x_BTHP.shape
     state_dim = B_BTN.shape[2]
+    chunk = inputs.chunk
+    num_chunks = inputs.num_chunks
     heads = inputs.heads_of_program
     groups = triton.cdiv(num_heads, heads)
     dx_BTHP = x_BTHP.new_empty(x_BTHP.shape)
     ddt_BTH = dt_BTH.new_empty(dt_BTH.shape)
     # Sums over heads by group, and over tokens by chunk.
-    dB_GBTN, dC_GBTN = dt_BTH.new_empty(2, groups, *B_BTN.shape).unbind()
-    dA_BCH, dD_BCH = dt_BTH.new_empty(2, batch, inputs.num_chunks, num_heads).unbind()
-    ssd_gradients_kernel[groups, inputs.num_chunks, batch](
+    dscores = dt_BTH.new_empty(groups, batch, num_chunks, chunk, chunk)
+    dB_groups = dt_BTH.new_empty(groups, *B_BTN.shape)
+    dC_groups = dt_BTH.new_empty(groups, *C_BTN.shape)
+    dA_chunks = dt_BTH.new_empty(batch * num_chunks, num_heads)
+    dD_chunks = dt_BTH.new_empty(batch * num_chunks, num_heads)
+    ssd_gradients_kernel[groups, num_chunks, batch](
         dy_BTHP,
         x_BTHP,
         sums.values_RNC,
         sums.high_RNC,
         sums.low_RNC,
+        compute_scores(inputs),
         A_H,
         B_BTN,
         C_BTN,
@@ -381,13 +445,14 @@ def backward(
         dstates,
         dx_BTHP,
         ddt_BTH,
-        dB_GBTN,
-        dC_GBTN,
-        dA_BCH,
-        dD_BCH,
+        dscores,
+        dB_groups,
+        dC_groups,
+        dA_chunks,
+        dD_chunks,
         num_tokens,
         num_heads,
-        inputs.num_chunks,
+        num_chunks,
         state_dim,
         head_dim,
         heads,
@@ -395,22 +460,65 @@ def backward(
         x_BTHP.stride(1),
         B_BTN.stride(1),
         C_BTN.stride(1),
-        half=x_BTHP.dtype != torch.float32,
-        chunk=inputs.chunk,
+        chunk=chunk,
         rows=chunks.side(state_dim),
         width=chunks.side(head_dim),
+        num_warps=8,
+        enable_fp_fusion=True,
+    )
+
+    dB_BTN = B_BTN.new_empty(B_BTN.shape)
+    dC_BTN = C_BTN.new_empty(C_BTN.shape)
+    ssd_shared_gradients_kernel[num_chunks, batch](
+        B_BTN,
+        C_BTN,
+        dscores,
+        dB_groups,
+        dC_groups,
+        dB_BTN,
+        dC_BTN,
+        num_tokens,
+        groups,
+        state_dim,
+        B_BTN.stride(1),
+        C_BTN.stride(1),
+        chunk=chunk,
+        rows=chunks.side(state_dim),
         num_warps=8,
         enable_fp_fusion=True,
     )
     return (
         dx_BTHP,
         ddt_BTH,
-        dA_BCH.sum((0, 1)),
-        dB_GBTN.sum(0).to(B_BTN.dtype),
-        dC_GBTN.sum(0).to(C_BTN.dtype),
-        dD_BCH.sum((0, 1)),
+        dA_chunks.sum(0),
+        dB_BTN,
+        dC_BTN,
+        dD_chunks.sum(0),
         dstate_BHNP,
     )
+
+
+def compute_scores(inputs: Inputs) -> Tensor:
+    """Return C B^T of each chunk, [B, chunks, L, L] in float32."""
+    B_BTN = inputs.B_BTN
+    C_BTN = inputs.C_BTN
+    batch, num_tokens, state_dim = B_BTN.shape
+    chunk = inputs.chunk
+    scores = inputs.dt_BTH.new_empty(batch, inputs.num_chunks, chunk, chunk)
+    ssd_scores_kernel[inputs.num_chunks, batch](
+        B_BTN,
+        C_BTN,
+        scores,
+        num_tokens,
+        state_dim,
+        B_BTN.stride(1),
+        C_BTN.stride(1),
+        chunk=chunk,
+        rows=chunks.side(state_dim),
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+    return scores
 
 
 def pass_states(
