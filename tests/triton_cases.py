@@ -411,6 +411,34 @@ def quicken_interpreter():
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, run_kernel
 
 
+def correct_bfloat16():
+    """Let the interpreter (3.6 to 3.9) round to bfloat16, and multiply matrices of it.
+
+    It truncates, and `tl.dot` multiplies the bits as integers.
+    """
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    language = importlib.import_module("triton.language")
+    convert, dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
+
+    def convert_float(data, source, target, rounding):
+        if (source, target) == (language.float32, language.bfloat16):
+            bits = data.view(numpy.uint32)
+            # to nearest, ties to even; infinities stay
+            rounded = bits + (0x7FFF + ((bits >> 16) & 1))
+            return (rounded >> 16).astype(numpy.uint16)
+        if (source, target) == (language.bfloat16, language.float32):
+            return data.view(numpy.uint16).astype(numpy.uint32) << 16
+        return convert(data, source, target, rounding)
+
+    def create_dot(self, a, b, *more):
+        if a.dtype.scalar == language.bfloat16:
+            a, b = self.cast_impl(a, language.float32), self.cast_impl(b, language.float32)
+        return dot(self, a, b, *more)
+
+    interpreter._convert_float = convert_float
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
 def main() -> None:
     """Run all cases (or those named) and write {name: error or ""} to argv[1]."""
     torch.set_num_threads(1)

@@ -1,0 +1,575 @@
+# mypy: disallow-untyped-defs=False
+"""The kernels of gated linear attention: a decay per token and key channel (formula: kernels/gla.py).
+
+With S the state before a chunk and S' after it, since and until the decays since the chunk began and
+until it ends, and A the scores of a chunk's own tokens,
+
+    scores     q~ = scale q since,    k~ = k until,    A = scale q k^T decayed
+    states     S' = since at the end S + k~^T v
+    outputs    o = q~ S + A v
+
+Backward runs `scores` and `states` again. The gradients of the states are `states` of q~ and do from
+the last chunk to the first, dv = k~ dS' + A^T do is `outputs` with A transposed, and
+
+    score_gradients    dA = do v^T
+    gradients          dq, dk and the log decays' from dA and from do S^T, v dS'^T
+
+Scores are joined from blocks of 1, 2, 4, .. tokens as in kernels/gla.py, here as whole products
+[C, C] of which each size uses the pairs' lower left quarters. The gradient of a log decay is a sum
+over the pairs of tokens that it is between, never a difference of sums: per size one product with a
+matrix of zeros and ones.
+
+Shapes: C tokens of a chunk, K keys and V values of a tile, R = B H rows, N chunks.
+In memory: q~, k~ [R, N, C, K]; decay of a chunk [R, N, K]; A, dA [R, N, C, C]; states [R, N, K, V].
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from canon_pretrain.kernels.triton import blocks
+from canon_pretrain.kernels.triton.recurrence import chunks
+
+# Sides of tiles, and warps of a program: those of 1.3B, K 256 and V 512, without spills.
+SCORE_KEYS = 32
+STATE_KEYS = 128
+STATE_VALUES = 128
+OUTPUT_KEYS = 32
+OUTPUT_VALUES = 256
+GRADIENT_KEYS = 64
+GRADIENT_VALUES = 32
+
+
+@triton.jit
+def is_pair(place_C, size):
+    """Whether row and column are the second and the first block of one pair, [C, C]."""
+    pair = place_C // (2 * size)
+    row = (place_C & size)[:, None] != 0
+    column = (place_C & size)[None, :] == 0
+    return (pair[:, None] == pair[None, :]) & row & column
+
+
+@triton.jit
+def is_summed(place_C, size):
+    """Whether the log decay of a row's token is in the sums of a column's token, [C, C].
+
+    In second blocks the sums of the token and of later ones; in first blocks those of earlier ones.
+    """
+    block = place_C // size
+    same_block = block[:, None] == block[None, :]
+    later = place_C[None, :] >= place_C[:, None]
+    return same_block & (later == chunks.is_second(place_C, size))
+
+
+@triton.jit
+def gla_scores_kernel(
+    q, k, log_decay, starts, q_since, k_until, decay, scores,
+    scale, num_tokens, num_heads, key_dim, q_step, k_step, log_step,
+    has_starts: tl.constexpr, chunk: tl.constexpr, levels: tl.constexpr, keys: tl.constexpr,
+):  # fmt: skip
+    """Write q~, k~, the decay of the chunk, and the scores of its tokens."""
+    n = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    first_token = row // num_heads * num_tokens
+    head = (row % num_heads) * key_dim
+    q += first_token * q_step + head
+    k += first_token * k_step + head
+    log_decay += first_token * log_step + head
+    starts += first_token
+
+    # Results are by chunks.
+    number = row * tl.num_programs(0) + n
+    q_since += number * chunk * key_dim
+    k_until += number * chunk * key_dim
+    decay += number * key_dim
+    scores += number * chunk * chunk
+
+    place = tl.arange(0, chunk)
+    token = n * chunk + place
+    scores_CC = tl.zeros([chunk, chunk], tl.float32)
+    for first_key in range(0, key_dim, keys):
+        key = first_key + tl.arange(0, keys)
+        q_CK = chunks.load_tile(q, token, key, num_tokens, key_dim, q_step)
+        k_CK = chunks.load_tile(k, token, key, num_tokens, key_dim, k_step)
+        log_CK = chunks.load_tile(log_decay, token, key, num_tokens, key_dim, log_step)
+        log_CK = chunks.cut_tokens(log_CK, starts, token, num_tokens, has_starts)
+        dtype: tl.constexpr = k.dtype.element_ty
+        q_CK = q_CK.to(tl.float32) * scale
+        k_CK = k_CK.to(tl.float32)
+
+        # The diagonal, which no decay changes, then pairs of blocks.
+        diagonal_C = tl.sum(q_CK * k_CK, axis=1)
+        scores_CC += tl.where(place[:, None] == place[None, :], diagonal_C[:, None], 0.0)
+        since_CK = log_CK
+        until_CK = tl.zeros_like(log_CK)
+        for level in range(levels):
+            second_C1 = chunks.is_second(place, 1 << level)
+            decay_CK = tl.exp(tl.where(second_C1, since_CK, until_CK))
+            product_CC = chunks.product(
+                (q_CK * decay_CK).to(dtype), tl.trans((k_CK * decay_CK).to(dtype))
+            )
+            scores_CC += tl.where(is_pair(place, 1 << level), product_CC, 0.0)
+            since_CK, until_CK = chunks.join_blocks(since_CK, until_CK, place, 1 << level)
+
+        q_since_CK = q_CK * tl.exp(since_CK)
+        k_until_CK = k_CK * tl.exp(until_CK)
+        chunks.store_tile(q_since, place, key, chunk, key_dim, key_dim, q_since_CK)
+        chunks.store_tile(k_until, place, key, chunk, key_dim, key_dim, k_until_CK)
+        decay_K = tl.exp(chunks.last_row(since_CK, place))
+        tl.store(decay + key, decay_K, mask=key < key_dim)
+    chunks.store_tile(scores, place, place, chunk, chunk, chunk, scores_CC)
+
+
+@triton.jit
+def gla_states_kernel(
+    factors, values, decay, first_state, states, last_state,
+    num_tokens, num_heads, num_chunks, key_dim, value_dim, value_step,
+    reverse: tl.constexpr, has_state: tl.constexpr, chunk: tl.constexpr,
+    keys: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    """Pass a tile of a head's state through the chunks: S' = decay S + factors^T values.
+
+    Write S before each chunk and after the last one; with `reverse` from the last chunk to the
+    first. `factors` [R, N, C, K], `values` [B, T, H, V].
+    """
+    value = tl.program_id(0) * width + tl.arange(0, width)
+    key = tl.program_id(1) * keys + tl.arange(0, keys)
+    row = tl.program_id(2).to(tl.int64)
+    values += row // num_heads * num_tokens * value_step + (row % num_heads) * value_dim
+    factors += row * num_chunks * chunk * key_dim
+    decay += row * num_chunks * key_dim
+    first_state += row * key_dim * value_dim
+    states += row * num_chunks * key_dim * value_dim
+    last_state += row * key_dim * value_dim
+
+    if has_state:
+        state_KV = chunks.load_tile(first_state, key, value, key_dim, value_dim, value_dim)
+    else:
+        state_KV = tl.zeros([keys, width], tl.float32)
+    place = tl.arange(0, chunk)
+    for i in range(num_chunks):
+        n = i
+        if reverse:
+            n = num_chunks - 1 - i
+        here = tl.cast(n, tl.int64)
+        chunks.store_tile(
+            states + here * key_dim * value_dim, key, value, key_dim, value_dim, value_dim,
+            state_KV,
+        )  # fmt: skip
+
+        factors_CK = chunks.load_tile(
+            factors + here * chunk * key_dim, place, key, chunk, key_dim, key_dim
+        )
+        values_CV = chunks.load_tile(
+            values + here * chunk * value_step, place, value, num_tokens - n * chunk, value_dim,
+            value_step,
+        )  # fmt: skip
+        decay_K = tl.load(decay + here * key_dim + key, mask=key < key_dim, other=0.0)
+        state_KV = chunks.product(tl.trans(factors_CK), values_CV, decay_K[:, None] * state_KV)
+    chunks.store_tile(last_state, key, value, key_dim, value_dim, value_dim, state_KV)
+
+
+@triton.jit
+def gla_outputs_kernel(
+    scores, values, factors, states, out,
+    num_tokens, num_heads, key_dim, value_dim, value_step,
+    transpose: tl.constexpr, chunk: tl.constexpr, keys: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    """Write out = A values + factors S, or with `transpose` A^T values + factors S.
+
+    `values` and `out` [B, T, H, V], `factors` [R, N, C, K].
+    """
+    value = tl.program_id(0) * width + tl.arange(0, width)
+    n = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    first_token = row // num_heads * num_tokens
+    head = (row % num_heads) * value_dim
+    values += first_token * value_step + head
+    out += first_token * num_heads * value_dim + head
+    number = row * tl.num_programs(1) + n
+    scores += number * chunk * chunk
+    factors += number * chunk * key_dim
+    states += number * key_dim * value_dim
+
+    place = tl.arange(0, chunk)
+    token = n * chunk + place
+    scores_CC = chunks.load_tile(scores, place, place, chunk, chunk, chunk)
+    if transpose:
+        scores_CC = tl.trans(scores_CC)
+    values_CV = chunks.load_tile(values, token, value, num_tokens, value_dim, value_step)
+    out_CV = chunks.product(scores_CC, values_CV)
+    for first_key in range(0, key_dim, keys):
+        key = first_key + tl.arange(0, keys)
+        factors_CK = chunks.load_tile(factors, place, key, chunk, key_dim, key_dim)
+        states_KV = chunks.load_tile(states, key, value, key_dim, value_dim, value_dim)
+        out_CV = chunks.product(factors_CK, states_KV, out_CV)
+    chunks.store_tile(
+        out, token, value, num_tokens, value_dim, num_heads * value_dim, out_CV
+    )
+
+
+@triton.jit
+def gla_score_gradients_kernel(
+    do, v, dscores, num_tokens, num_heads, value_dim, do_step, v_step,
+    chunk: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    """Write dA = do v^T, 0 above the diagonal."""
+    n = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    first_token = row // num_heads * num_tokens
+    head = (row % num_heads) * value_dim
+    do += first_token * do_step + head
+    v += first_token * v_step + head
+    dscores += (row * tl.num_programs(0) + n) * chunk * chunk
+
+    place = tl.arange(0, chunk)
+    token = n * chunk + place
+    dscores_CC = tl.zeros([chunk, chunk], tl.float32)
+    for first_value in range(0, value_dim, width):
+        value = first_value + tl.arange(0, width)
+        do_CV = chunks.load_tile(do, token, value, num_tokens, value_dim, do_step)
+        v_CV = chunks.load_tile(v, token, value, num_tokens, value_dim, v_step)
+        dscores_CC = chunks.product(do_CV, tl.trans(v_CV), dscores_CC)
+    dscores_CC = tl.where(place[:, None] >= place[None, :], dscores_CC, 0.0)
+    chunks.store_tile(dscores, place, place, chunk, chunk, chunk, dscores_CC)
+
+
+@triton.jit
+def gla_gradients_kernel(
+    q, k, v, log_decay, starts, do, dscores, states, dstates, dq, dk, dlog_decay,
+    scale, num_tokens, num_heads, key_dim, value_dim, q_step, k_step, v_step, log_step, do_step,
+    has_starts: tl.constexpr, half: tl.constexpr, chunk: tl.constexpr, levels: tl.constexpr,
+    keys: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of q, k and the log decays of a chunk, for a tile of keys."""
+    key = tl.program_id(0) * keys + tl.arange(0, keys)
+    n = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    first_token = row // num_heads * num_tokens
+    key_head = (row % num_heads) * key_dim
+    value_head = (row % num_heads) * value_dim
+    q += first_token * q_step + key_head
+    k += first_token * k_step + key_head
+    v += first_token * v_step + value_head
+    log_decay += first_token * log_step + key_head
+    starts += first_token
+    do += first_token * do_step + value_head
+    grads = first_token * num_heads * key_dim + key_head
+    dq += grads
+    dk += grads
+    dlog_decay += grads
+    number = row * tl.num_programs(1) + n
+    dscores += number * chunk * chunk
+    states += number * key_dim * value_dim
+    dstates += number * key_dim * value_dim
+
+    # Through the scores of pairs of blocks: in each, only second blocks have dq, only first dk.
+    place = tl.arange(0, chunk)
+    token = n * chunk + place
+    q_CK = chunks.load_tile(q, token, key, num_tokens, key_dim, q_step).to(tl.float32) * scale
+    k_CK = chunks.load_tile(k, token, key, num_tokens, key_dim, k_step).to(tl.float32)
+    log_CK = chunks.load_tile(log_decay, token, key, num_tokens, key_dim, log_step)
+    since_CK = chunks.cut_tokens(log_CK, starts, token, num_tokens, has_starts)
+    until_CK = tl.zeros_like(since_CK)
+    dscores_CC = chunks.load_tile(dscores, place, place, chunk, chunk, chunk)
+    dq_scores_CK = tl.zeros([chunk, keys], tl.float32)
+    dk_scores_CK = tl.zeros([chunk, keys], tl.float32)
+    dlog_CK = tl.zeros([chunk, keys], tl.float32)
+    for level in range(levels):
+        second_C1 = chunks.is_second(place, 1 << level)
+        decay_CK = tl.exp(tl.where(second_C1, since_CK, until_CK))
+        pair_CC = tl.where(is_pair(place, 1 << level), dscores_CC, 0.0).to(dscores_CC.dtype)
+        dq_pair_CK = decay_CK * chunks.product(pair_CC, k_CK * decay_CK)
+        dk_pair_CK = decay_CK * chunks.product(tl.trans(pair_CC), q_CK * decay_CK)
+        dq_scores_CK += dq_pair_CK
+        dk_scores_CK += dk_pair_CK
+        change_CK = q_CK * dq_pair_CK + k_CK * dk_pair_CK
+        dlog_CK = chunks.sum_product(is_summed(place, 1 << level), change_CK, dlog_CK, half)
+        since_CK, until_CK = chunks.join_blocks(since_CK, until_CK, place, 1 << level)
+
+    # The diagonal of the scores, which is in no decay.
+    diagonal_CC = tl.where(place[:, None] == place[None, :], dscores_CC, 0.0)
+    diagonal_C = tl.sum(diagonal_CC.to(tl.float32), axis=1)
+    dq_scores_CK += diagonal_C[:, None] * k_CK
+    dk_scores_CK += diagonal_C[:, None] * q_CK
+
+    # Through the states: do S^T since the chunk began, v dS'^T until its end, and S dS'.
+    dq_CK = tl.zeros([chunk, keys], tl.float32)
+    dk_CK = tl.zeros([chunk, keys], tl.float32)
+    carried_K = tl.zeros([keys], tl.float32)
+    for first_value in range(0, value_dim, width):
+        value = first_value + tl.arange(0, width)
+        do_CV = chunks.load_tile(do, token, value, num_tokens, value_dim, do_step)
+        v_CV = chunks.load_tile(v, token, value, num_tokens, value_dim, v_step)
+        states_KV = chunks.load_tile(states, key, value, key_dim, value_dim, value_dim)
+        dstates_KV = chunks.load_tile(dstates, key, value, key_dim, value_dim, value_dim)
+        dq_CK = chunks.product(do_CV, tl.trans(states_KV), dq_CK)
+        dk_CK = chunks.product(v_CV, tl.trans(dstates_KV), dk_CK)
+        carried_K += tl.sum(states_KV.to(tl.float32) * dstates_KV.to(tl.float32), axis=1)
+    dq_CK *= tl.exp(since_CK)
+    dk_CK *= tl.exp(until_CK)
+    dq_scores_CK += dq_CK
+    dk_scores_CK += dk_CK
+    step = num_heads * key_dim
+    chunks.store_tile(dq, token, key, num_tokens, key_dim, step, scale * dq_scores_CK)
+    chunks.store_tile(dk, token, key, num_tokens, key_dim, step, dk_scores_CK)
+
+    later_CC = place[None, :] >= place[:, None]
+    earlier_CC = place[None, :] < place[:, None]
+    dlog_CK = chunks.sum_product(later_CC, q_CK * dq_CK, dlog_CK, half)
+    dlog_CK = chunks.sum_product(earlier_CC, k_CK * dk_CK, dlog_CK, half)
+    dlog_CK += (tl.exp(chunks.last_row(since_CK, place)) * carried_K)[None, :]
+    chunks.store_tile(dlog_decay, token, key, num_tokens, key_dim, step, dlog_CK)
+
+
+class Inputs(NamedTuple):
+    """What the operator reads, as the kernels take it: q, k and v of one dtype."""
+
+    q_BTHK: Tensor
+    k_BTHK: Tensor
+    v_BTHV: Tensor
+    log_decay_BTHK: Tensor
+    """float32."""
+    starts_BT: Tensor | None
+    scale: float
+
+    @property
+    def rows(self) -> int:
+        """R = B H."""
+        return self.q_BTHK.shape[0] * self.q_BTHK.shape[2]
+
+    @property
+    def chunk(self) -> int:
+        """C, the tokens of a chunk."""
+        return chunks.chunk_of(self.q_BTHK.shape[1])
+
+    @property
+    def num_chunks(self) -> int:
+        """N, the last chunk included, which may have fewer tokens."""
+        return triton.cdiv(self.q_BTHK.shape[1], self.chunk)
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """K and V."""
+        return self.q_BTHK.shape[3], self.v_BTHV.shape[3]
+
+
+class Scores(NamedTuple):
+    """Results of `gla_scores_kernel`."""
+
+    q_since_RNCK: Tensor
+    k_until_RNCK: Tensor
+    decay_RNK: Tensor
+    scores_RNCC: Tensor
+
+
+def forward(inputs: Inputs, state_BHKV: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return o_BTHV, and the state after the last token in float32."""
+    scores = compute_scores(inputs)
+    v_BTHV = inputs.v_BTHV
+    states_RNKV, final_BHKV = pass_states(
+        inputs, scores.k_until_RNCK, v_BTHV, scores.decay_RNK, state_BHKV
+    )
+    o_BTHV = compute_outputs(
+        inputs, scores.scores_RNCC, v_BTHV, scores.q_since_RNCK, states_RNKV
+    )
+    return o_BTHV, final_BHKV
+
+
+def backward(
+    do_BTHV: Tensor, dfinal_BHKV: Tensor, inputs: Inputs, state_BHKV: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v, the log decays, and the state before the first token."""
+    scores = compute_scores(inputs)
+    states_RNKV, _ = pass_states(
+        inputs, scores.k_until_RNCK, inputs.v_BTHV, scores.decay_RNK, state_BHKV
+    )
+    dstates_RNKV, dstate_BHKV = pass_states(
+        inputs, scores.q_since_RNCK, do_BTHV, scores.decay_RNK, dfinal_BHKV, reverse=True
+    )
+    dv_BTHV = compute_outputs(
+        inputs, scores.scores_RNCC, do_BTHV, scores.k_until_RNCK, dstates_RNKV, transpose=True
+    )
+    dq_BTHK, dk_BTHK, dlog_decay_BTHK = _gradients(inputs, do_BTHV, states_RNKV, dstates_RNKV)
+    return dq_BTHK, dk_BTHK, dv_BTHV, dlog_decay_BTHK, dstate_BHKV
+
+
+def compute_scores(inputs: Inputs) -> Scores:
+    """Return q~ and k~, the decays of the chunks, and the scores within them."""
+    q_BTHK, k_BTHK, _, log_decay_BTHK, starts_BT, scale = inputs
+    _, num_tokens, num_heads, key_dim = q_BTHK.shape
+    chunk = inputs.chunk
+    by_chunks = (inputs.rows, inputs.num_chunks)
+    results = Scores(
+        q_BTHK.new_empty(*by_chunks, chunk, key_dim),
+        q_BTHK.new_empty(*by_chunks, chunk, key_dim),
+        log_decay_BTHK.new_empty(*by_chunks, key_dim),
+        q_BTHK.new_empty(*by_chunks, chunk, chunk),
+    )
+    gla_scores_kernel[inputs.num_chunks, inputs.rows](
+        q_BTHK,
+        k_BTHK,
+        log_decay_BTHK,
+        chunks.starts_pointer(starts_BT, q_BTHK),
+        *results,
+        scale,
+        num_tokens,
+        num_heads,
+        key_dim,
+        q_step=q_BTHK.stride(1),
+        k_step=k_BTHK.stride(1),
+        log_step=log_decay_BTHK.stride(1),
+        has_starts=starts_BT is not None,
+        chunk=chunk,
+        levels=chunk.bit_length() - 1,
+        keys=chunks.side(key_dim, SCORE_KEYS),
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+    return results
+
+
+def pass_states(
+    inputs: Inputs,
+    factors_RNCK: Tensor,
+    values_BTHV: Tensor,
+    decay_RNK: Tensor,
+    first_BHKV: Tensor | None,
+    *,
+    reverse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return the states before each chunk [R, N, K, V], rounded, and the last one in float32.
+
+    Before and last in the order of the chunks, or with `reverse` against it.
+    """
+    batch, num_tokens, num_heads, value_dim = values_BTHV.shape
+    key_dim, _ = inputs.widths
+    states_RNKV = values_BTHV.new_empty(inputs.rows, inputs.num_chunks, key_dim, value_dim)
+    last_BHKV = decay_RNK.new_empty(batch, num_heads, key_dim, value_dim)
+    keys = chunks.side(key_dim, STATE_KEYS)
+    width = chunks.side(value_dim, STATE_VALUES)
+    grid = (triton.cdiv(value_dim, width), triton.cdiv(key_dim, keys), inputs.rows)
+    gla_states_kernel[grid](
+        factors_RNCK,
+        values_BTHV,
+        decay_RNK,
+        blocks.pointer(first_BHKV, decay_RNK),
+        states_RNKV,
+        last_BHKV,
+        num_tokens,
+        num_heads,
+        inputs.num_chunks,
+        key_dim,
+        value_dim,
+        values_BTHV.stride(1),
+        reverse=reverse,
+        has_state=first_BHKV is not None,
+        chunk=inputs.chunk,
+        keys=keys,
+        width=width,
+        num_warps=8 if keys * width > 64 * 64 else 4,
+        enable_fp_fusion=True,
+    )
+    return states_RNKV, last_BHKV
+
+
+def compute_outputs(
+    inputs: Inputs,
+    scores_RNCC: Tensor,
+    values_BTHV: Tensor,
+    factors_RNCK: Tensor,
+    states_RNKV: Tensor,
+    *,
+    transpose: bool = False,
+) -> Tensor:
+    """Return scores values + factors states, [B, T, H, V]; `transpose`: of the scores."""
+    _, num_tokens, num_heads, value_dim = values_BTHV.shape
+    key_dim, _ = inputs.widths
+    out_BTHV = values_BTHV.new_empty(values_BTHV.shape)
+    width = chunks.side(value_dim, OUTPUT_VALUES)
+    grid = (triton.cdiv(value_dim, width), inputs.num_chunks, inputs.rows)
+    gla_outputs_kernel[grid](
+        scores_RNCC,
+        values_BTHV,
+        factors_RNCK,
+        states_RNKV,
+        out_BTHV,
+        num_tokens,
+        num_heads,
+        key_dim,
+        value_dim,
+        values_BTHV.stride(1),
+        transpose=transpose,
+        chunk=inputs.chunk,
+        keys=chunks.side(key_dim, OUTPUT_KEYS),
+        width=width,
+        num_warps=8 if width > 64 else 4,
+        enable_fp_fusion=True,
+    )
+    return out_BTHV
+
+
+def _gradients(
+    inputs: Inputs, do_BTHV: Tensor, states_RNKV: Tensor, dstates_RNKV: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and the log decays."""
+    q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK, starts_BT, scale = inputs
+    _, num_tokens, num_heads, value_dim = v_BTHV.shape
+    key_dim, _ = inputs.widths
+    chunk = inputs.chunk
+    dscores_RNCC = q_BTHK.new_empty(inputs.rows, inputs.num_chunks, chunk, chunk)
+    gla_score_gradients_kernel[inputs.num_chunks, inputs.rows](
+        do_BTHV,
+        v_BTHV,
+        dscores_RNCC,
+        num_tokens,
+        num_heads,
+        value_dim,
+        do_BTHV.stride(1),
+        v_BTHV.stride(1),
+        chunk=chunk,
+        width=chunks.side(value_dim, OUTPUT_VALUES // 4),
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+
+    dq_BTHK = q_BTHK.new_empty(q_BTHK.shape)
+    dk_BTHK = k_BTHK.new_empty(k_BTHK.shape)
+    dlog_decay_BTHK = log_decay_BTHK.new_empty(log_decay_BTHK.shape)
+    keys = chunks.side(key_dim, GRADIENT_KEYS)
+    gla_gradients_kernel[triton.cdiv(key_dim, keys), inputs.num_chunks, inputs.rows](
+        q_BTHK,
+        k_BTHK,
+        v_BTHV,
+        log_decay_BTHK,
+        chunks.starts_pointer(starts_BT, q_BTHK),
+        do_BTHV,
+        dscores_RNCC,
+        states_RNKV,
+        dstates_RNKV,
+        dq_BTHK,
+        dk_BTHK,
+        dlog_decay_BTHK,
+        scale,
+        num_tokens,
+        num_heads,
+        key_dim,
+        value_dim,
+        q_step=q_BTHK.stride(1),
+        k_step=k_BTHK.stride(1),
+        v_step=v_BTHV.stride(1),
+        log_step=log_decay_BTHK.stride(1),
+        do_step=do_BTHV.stride(1),
+        has_starts=starts_BT is not None,
+        half=q_BTHK.dtype != torch.float32,
+        chunk=chunk,
+        levels=chunk.bit_length() - 1,
+        keys=keys,
+        width=chunks.side(value_dim, GRADIENT_VALUES),
+        num_warps=8,
+        enable_fp_fusion=True,
+    )
+    return dq_BTHK, dk_BTHK, dlog_decay_BTHK
