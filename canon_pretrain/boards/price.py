@@ -74,8 +74,8 @@ CORE = Processor(
     is_gpu=False,
 )
 # Computed from kernels, `plan --gpu h100`, for depo1_n225 at 12L768D and 8L512D: counted FLOPs are
-# 45 and 40 % of the peak with attention, 34 and 25 % with GLA + Canon, 28 and 17 % with
-# GatedDeltaNet, 13 and 9 % with Mamba2, 36 and 33 % with experts. The host's part and the
+# 44 and 39 % of the peak with attention, 30 and 24 % with GLA + Canon, 28 and 22 % with
+# GatedDeltaNet, 24 and 18 % with Mamba2, 36 and 33 % with experts. The host's part and the
 # start are assumed.
 PEAK_SHARE = 0.42
 H100 = Processor(

@@ -1,13 +1,226 @@
 """What the Triton kernels of recurrences launch, move and multiply, in closed form.
 
-It needs no Triton: the dry run counts runs on GPUs from any machine.
+It needs no Triton: `--dry-run` computes times on a GPU from any machine. Bytes are those of each
+tensor that a launch reads or writes, once: tiles that several programs read are near in time, so
+that the cache has them. FLOPs are those of matrix products.
+
+All sizes are per token and head: C tokens of a chunk, K key dim, V value dim, K V / C of a state per
+chunk; `half` bytes of an activation (2 or 4), FULL of a float32.
 """
 
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
 from canon_pretrain.kernels.work import Work
+
+FULL = 4
+CHUNK = 64
+"""Tokens of a chunk: `triton/recurrence/chunks.py`."""
+DELTA_WIDE_KEYS = 128
+"""Of the delta rule with more keys, a chunk has half as many tokens."""
+
+
+class Sizes(NamedTuple):
+    """The sizes of a recurrence, and the bytes of an activation."""
+
+    num_heads: int
+    K: int
+    V: int
+    half: int
+
+
+class Costs(NamedTuple):
+    """The costs of a pass per token and head; launches: per pass."""
+
+    launches: int
+    num_bytes: float
+    flops: float
+
+    def __add__(self, other: "Costs") -> "Costs":  # type: ignore[override]
+        return Costs(
+            launches=self.launches + other.launches,
+            num_bytes=self.num_bytes + other.num_bytes,
+            flops=self.flops + other.flops,
+        )
 
 
 def triton_work(
     mixer: str, direction: str, num_heads: int, key_dim: int, value_dim: int, itemsize: int
 ) -> Work:
-    """Return the work per token of a "forward" or "backward" pass of a recurrence."""
-    raise NotImplementedError
+    """Return the work of a "forward" or "backward" pass per token; launches: of the pass."""
+    sizes = Sizes(num_heads, key_dim, value_dim, itemsize)
+    forward, backward = _PASSES[mixer]
+    costs = forward(sizes) if direction == "forward" else backward(sizes)
+
+    # at the rate of attention, whose FLOPs are counted without causality's half
+    flops = Counter({"attention": 2 * num_heads * costs.flops})
+    return Work(
+        launches=costs.launches,
+        bytes_moved=num_heads * costs.num_bytes,
+        flops=flops,  # type: ignore[arg-type]
+    )
+
+
+# -- GLA: kernels of triton/recurrence/gla.py
+
+
+def _gla_forward(sizes: Sizes) -> Costs:
+    return _gla_scores(sizes) + _gla_states(sizes) + _gla_outputs(sizes)
+
+
+def _gla_backward(sizes: Sizes) -> Costs:
+    _, K, V, half = sizes
+    levels = CHUNK.bit_length() - 1
+    score_gradients = Costs(
+        launches=1,
+        num_bytes=half * (2 * V + CHUNK),  # do, v; dA
+        flops=2 * CHUNK * V,
+    )
+    # q, k, dq, dk, v, do, dA, S, dS'; log decays and their gradients
+    gradients = Costs(
+        launches=1,
+        num_bytes=half * (4 * K + 2 * V + CHUNK + 2 * K * V / CHUNK) + FULL * 2 * K,
+        flops=4 * K * V + (6 * levels + 4) * CHUNK * K,
+    )
+    states = _gla_states(sizes) + _gla_states(sizes)  # S again, and dS
+    return _gla_scores(sizes) + states + _gla_outputs(sizes) + score_gradients + gradients
+
+
+def _gla_scores(sizes: Sizes) -> Costs:
+    _, K, _, half = sizes
+    levels = CHUNK.bit_length() - 1
+    # q, k and their decayed ones, the scores; log decays, the decay of a chunk
+    return Costs(
+        launches=1,
+        num_bytes=half * (4 * K + CHUNK) + FULL * (K + K / CHUNK),
+        flops=2 * levels * CHUNK * K,
+    )
+
+
+def _gla_states(sizes: Sizes) -> Costs:
+    _, K, V, half = sizes
+    return Costs(
+        launches=1,
+        num_bytes=half * (K + V + K * V / CHUNK) + FULL * K / CHUNK,
+        flops=2 * K * V,
+    )
+
+
+def _gla_outputs(sizes: Sizes) -> Costs:
+    _, K, V, half = sizes
+    # scores, values, factors, states, outputs
+    return Costs(
+        launches=1,
+        num_bytes=half * (CHUNK + 2 * V + K + K * V / CHUNK),
+        flops=2 * CHUNK * V + 2 * K * V,
+    )
+
+
+# -- Mamba2: kernels of triton/recurrence/ssd.py; K is its state N, of which all heads share B and C
+
+
+def _ssd_forward(sizes: Sizes) -> Costs:
+    num_heads, K, V, half = sizes
+    # x, y, S, C; dt and two sums of log decays, scores
+    outputs = Costs(
+        launches=1,
+        num_bytes=half * (2 * V + K * V / CHUNK + K / num_heads) + FULL * (3 + CHUNK / num_heads),
+        flops=2 * CHUNK * V + 2 * K * V,
+    )
+    return _ssd_shared(sizes) + _ssd_states(sizes) + outputs
+
+
+def _ssd_backward(sizes: Sizes) -> Costs:
+    num_heads, K, V, half = sizes
+    # x, dy, dx, S, dS', B, C; dt and two sums, ddt, scores, dscores, dB, dC
+    gradients = Costs(
+        launches=1,
+        num_bytes=half * (3 * V + 2 * K * V / CHUNK + 2 * K / num_heads)
+        + FULL * (4 + 2 * (CHUNK + K) / num_heads),
+        flops=4 * CHUNK * V + 8 * K * V,
+    )
+    # B, C, dB, dC; dscores, and dB and dC of the heads
+    shared_gradients = Costs(
+        launches=1,
+        num_bytes=(half * 4 * K + FULL * (CHUNK + 2 * K)) / num_heads,
+        flops=4 * CHUNK * K / num_heads,
+    )
+    states = _ssd_states(sizes) + _ssd_states(sizes)  # S again, and dS
+    return _ssd_shared(sizes) + states + gradients + shared_gradients
+
+
+def _ssd_shared(sizes: Sizes) -> Costs:
+    """Return the costs of the sums of log decays, and of the scores of all heads."""
+    num_heads, K, _, half = sizes
+    return Costs(
+        launches=2,
+        num_bytes=FULL * 4 + (half * 2 * K + FULL * CHUNK) / num_heads,
+        flops=2 * CHUNK * K / num_heads,
+    )
+
+
+def _ssd_states(sizes: Sizes) -> Costs:
+    num_heads, K, V, half = sizes
+    return Costs(
+        launches=1,
+        num_bytes=half * (V + K * V / CHUNK + K / num_heads) + FULL * 3,
+        flops=2 * K * V,
+    )
+
+
+# -- the gated delta rule: kernels of triton/recurrence/delta.py
+
+
+def _delta_forward(sizes: Sizes) -> Costs:
+    _, K, V, half = sizes
+    C = _delta_chunk(K)
+    # q, k, v, o, T; the log decay and the step
+    walk = Costs(
+        launches=1,
+        num_bytes=half * (2 * K + 2 * V + C) + FULL * 2,
+        flops=6 * K * V + 4 * C * V + 2 * C * K,
+    )
+    return _delta_inverse(sizes) + walk
+
+
+def _delta_backward(sizes: Sizes) -> Costs:
+    _, K, V, half = sizes
+    C = _delta_chunk(K)
+    # forward again: k, v, z, T, S
+    forward_walk = Costs(
+        launches=1,
+        num_bytes=half * (K + 2 * V + C + K * V / C) + FULL * 2,
+        flops=4 * K * V + 2 * C * V,
+    )
+    # q, k, do, dv, T, dS'
+    backward_walk = Costs(
+        launches=1,
+        num_bytes=half * (2 * K + 2 * V + C + K * V / C) + FULL * 2,
+        flops=6 * K * V + 4 * C * V + 2 * C * K,
+    )
+    # q, k, dq, dk, z, do, dv, S, dS'; the log decay, the step and their gradients
+    gradients = Costs(
+        launches=1,
+        num_bytes=half * (4 * K + 3 * V + 2 * K * V / C) + FULL * 4,
+        flops=6 * K * V + 4 * C * V + 10 * C * K,
+    )
+    return _delta_inverse(sizes) + forward_walk + backward_walk + gradients
+
+
+def _delta_inverse(sizes: Sizes) -> Costs:
+    _, K, _, half = sizes
+    C = _delta_chunk(K)
+    # k, T; the inverse by substitution and joins is about another C^2
+    return Costs(launches=1, num_bytes=half * (K + C) + FULL * 2, flops=2 * C * K + C * C)
+
+
+def _delta_chunk(key_dim: int) -> int:
+    return CHUNK if key_dim <= DELTA_WIDE_KEYS else CHUNK // 2
+
+
+_PASSES: Mapping[str, tuple[Callable[[Sizes], Costs], Callable[[Sizes], Costs]]] = {
+    "gla": (_gla_forward, _gla_backward),
+    "mamba2": (_ssd_forward, _ssd_backward),
+    "gated_deltanet": (_delta_forward, _delta_backward),
+}

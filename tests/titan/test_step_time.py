@@ -159,13 +159,25 @@ def test_a_small_model_waits_for_the_host():
     assert 1 < twice.step_seconds.likely / once.step_seconds.likely < 1.5
 
 
-def test_fla_is_planned_where_it_may_be_used():
-    auto = Plan(job_of("gla", "--model.mixer_backend", "auto"), h100(), 8)
-    chunked = Plan(job_of("gla", "--model.mixer_backend", "chunked"), h100(), 8)
+@pytest.mark.parametrize(
+    ("config", "least_mfu"),
+    [("gla", 0.4), ("mamba2", 0.35), ("mamba2_mlp", 0.4), ("gated_deltanet", 0.4)],
+)
+def test_linear_models_are_planned_by_triton(config, least_mfu):
+    job = job_of(config)
+    auto = Plan(job, h100(), 8)
+    chunked = Plan(job_of(config, "--model.mixer_backend", "chunked"), h100(), 8)
+    fla = Plan(job_of(config, "--model.mixer_backend", "fla"), h100(), 8)
 
+    assert auto.recurrence == "triton"
+    assert auto.mfu > least_mfu
     assert auto.chunked_seconds == chunked.seconds
-    assert chunked.seconds / auto.seconds == pytest.approx(1.8, rel=0.02)
-    assert 0.2 < chunked.mfu < 0.35
+    # the table's times, of which Mamba2's are without a feed-forward
+    step_times = job.model_args.recurrent.step_times
+    assert auto.seconds < fla.seconds < chunked.seconds
+    if config != "mamba2_mlp":
+        ratio = chunked.seconds / auto.seconds
+        assert ratio == pytest.approx(step_times["chunked"], rel=0.03)
 
 
 def test_a_stated_mfu_replaces_the_model():
