@@ -101,14 +101,14 @@ def product(a, b, total=None):
 
 @triton.jit
 def sum_product(a, b, total, half: tl.constexpr):
-    """total + sums a b, of which one is zeros and ones; with `half` terms are rounded to bfloat16.
+    """total + sums a b of float32, of which one is zeros and ones.
 
-    For gradients of log decays, whose terms may be too large for float16.
+    With `half` terms are rounded to bfloat16: they may be too large for float16.
     """
     if half:
-        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), acc=total)
-    else:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc=total, input_precision="ieee")
+        a = a.to(tl.bfloat16)
+        b = b.to(tl.bfloat16)
+    return tl.dot(a, b, acc=total, input_precision="ieee")
 
 
 # -- scalar decays ------------------------------------------------------------------------------
@@ -210,17 +210,25 @@ def decay_until(high_C, low_C, high, low):
 
 
 @triton.jit
-def decay_between(high_C, low_C, place_C, strict: tl.constexpr = False):
+def decay_between(
+    high_C, low_C, place_C, strict: tl.constexpr = False, backward: tl.constexpr = False
+):
     """d[i, j], the decay after token j until token i, [C, C]; 0 for j > i, with `strict` j >= i.
 
-    Differences of pairs of float32 lose no digits.
+    Differences of pairs of float32 lose no digits. `backward`: d transposed.
     """
     log_CC = (high_C[:, None] - high_C[None, :]) + (low_C[:, None] - low_C[None, :])
+    later = place_C[:, None]
+    earlier = place_C[None, :]
+    if backward:
+        log_CC = -log_CC
+        later = place_C[None, :]
+        earlier = place_C[:, None]
     if strict:
-        is_earlier = place_C[None, :] < place_C[:, None]
+        exists = earlier < later
     else:
-        is_earlier = place_C[None, :] <= place_C[:, None]
-    return tl.exp(tl.where(is_earlier, log_CC, CUT))
+        exists = earlier <= later
+    return tl.exp(tl.where(exists, log_CC, CUT))
 
 
 # -- vector decays ------------------------------------------------------------------------------

@@ -287,7 +287,8 @@ def gla_gradients_kernel(
         dq_scores_CK += dq_pair_CK
         dk_scores_CK += dk_pair_CK
         change_CK = q_CK * dq_pair_CK + k_CK * dk_pair_CK
-        dlog_CK = chunks.sum_product(is_summed(place, 1 << level), change_CK, dlog_CK, half)
+        is_summed_CC = is_summed(place, 1 << level).to(tl.float32)
+        dlog_CK = chunks.sum_product(is_summed_CC, change_CK, dlog_CK, half)
         since_CK, until_CK = chunks.join_blocks(since_CK, until_CK, place, 1 << level)
 
     # The diagonal of the scores, which is in no decay.
@@ -317,8 +318,8 @@ def gla_gradients_kernel(
     chunks.store_tile(dq, token, key, num_tokens, key_dim, step, scale * dq_scores_CK)
     chunks.store_tile(dk, token, key, num_tokens, key_dim, step, dk_scores_CK)
 
-    later_CC = place[None, :] >= place[:, None]
-    earlier_CC = place[None, :] < place[:, None]
+    later_CC = (place[None, :] >= place[:, None]).to(tl.float32)
+    earlier_CC = 1.0 - later_CC
     dlog_CK = chunks.sum_product(later_CC, q_CK * dq_CK, dlog_CK, half)
     dlog_CK = chunks.sum_product(earlier_CC, k_CK * dk_CK, dlog_CK, half)
     dlog_CK += (tl.exp(chunks.last_row(since_CK, place)) * carried_K)[None, :]
