@@ -8,7 +8,7 @@ S, which keeps it in float32 and writes it before each chunk.
 No decay is an exponential of a difference of float32 sums, which loses digits after a strong decay:
 
     scalar decays   float64 sums, written once as pairs of float32 (`chunk_sums`)
-    vector decays   blocks of 1, 2, 4, .. tokens are joined in pairs; sums only grow (`join_blocks`)
+    vector decays   sums within blocks of 1, 2, 4, .. tokens, which are joined in pairs
 
 Exponents are never positive. A document's start is a log decay of CUT, whose exponential is 0.
 
@@ -101,14 +101,14 @@ def product(a, b, total=None):
 
 @triton.jit
 def sum_product(a, b, total, half: tl.constexpr):
-    """total + sums a b, of which one is zeros and ones; with `half` terms are rounded to bfloat16.
+    """total + sums a b of float32, of which one is zeros and ones.
 
-    For gradients of log decays, whose terms may be too large for float16.
+    With `half` terms are rounded to bfloat16: they may be too large for float16.
     """
     if half:
-        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), acc=total)
-    else:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc=total, input_precision="ieee")
+        a = a.to(tl.bfloat16)
+        b = b.to(tl.bfloat16)
+    return tl.dot(a, b, acc=total, input_precision="ieee")
 
 
 # -- scalar decays ------------------------------------------------------------------------------
@@ -210,42 +210,73 @@ def decay_until(high_C, low_C, high, low):
 
 
 @triton.jit
-def decay_between(high_C, low_C, place_C, strict: tl.constexpr = False):
+def decay_between(
+    high_C, low_C, place_C, strict: tl.constexpr = False, backward: tl.constexpr = False
+):
     """d[i, j], the decay after token j until token i, [C, C]; 0 for j > i, with `strict` j >= i.
 
-    Differences of pairs of float32 lose no digits.
+    Differences of pairs of float32 lose no digits. `backward`: d transposed.
     """
     log_CC = (high_C[:, None] - high_C[None, :]) + (low_C[:, None] - low_C[None, :])
+    later = place_C[:, None]
+    earlier = place_C[None, :]
+    if backward:
+        log_CC = -log_CC
+        later = place_C[None, :]
+        earlier = place_C[:, None]
     if strict:
-        is_earlier = place_C[None, :] < place_C[:, None]
+        exists = earlier < later
     else:
-        is_earlier = place_C[None, :] <= place_C[:, None]
-    return tl.exp(tl.where(is_earlier, log_CC, CUT))
+        exists = earlier <= later
+    return tl.exp(tl.where(exists, log_CC, CUT))
 
 
 # -- vector decays ------------------------------------------------------------------------------
 
 
 @triton.jit
-def is_second(place_C, size):
-    """Whether a token is in the second block of its pair of blocks of `size` tokens, [C, 1]."""
-    return ((place_C & size) != 0)[:, None]
+def split(x):
+    """x of float32 as a sum of three of bfloat16, exactly (but for the least numbers)."""
+    high = x.to(tl.bfloat16)
+    rest = x - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    return high, middle, low
 
 
 @triton.jit
-def join_blocks(since_CK, until_CK, place_C, size):
-    """Sums over blocks of 2 `size` tokens from those of `size` tokens, a power of two.
+def sums(is_summed_CC, high_CK, middle_CK, low_CK):
+    """Sums over tokens of what was split: products with zeros and ones, which are exact."""
+    ones_CC = is_summed_CC.to(tl.float32).to(tl.bfloat16)
+    total_CK = tl.dot(ones_CC, low_CK)
+    total_CK = tl.dot(ones_CC, middle_CK, acc=total_CK)
+    return tl.dot(ones_CC, high_CK, acc=total_CK)
 
-    Since a token's block began, its own included, and until the block ends, its own excluded.
-    Blocks of 1 token have the sums log_decay and 0.
+
+@triton.jit
+def is_second(place_C, level):
+    """Whether a token is in the second block of its pair of blocks of 2^level tokens, [C, 1]."""
+    return (((place_C >> level) & 1) == 1)[:, None]
+
+
+@triton.jit
+def is_pair(place_C, level):
+    """Whether row and column are in the second and the first block of one pair, [C, C]."""
+    block_C = place_C >> level
+    return is_second(place_C, level) & (block_C[:, None] == block_C[None, :] + 1)
+
+
+@triton.jit
+def is_between(place_C, level):
+    """Whether the log decay of a column's token is between the row's token and its pair's middle.
+
+    [C, C]. In second blocks, of tokens since the block began, the row's own included; in first
+    blocks, of those until its end, the own excluded.
     """
-    # The sum of the pair's other block is that of its last token.
-    other_last_C1 = ((place_C ^ size) | (size - 1))[:, None]
-    other_CK = tl.gather(since_CK, tl.broadcast_to(other_last_C1, since_CK.shape), axis=0)
-    second_C1 = is_second(place_C, size)
-    since_CK += tl.where(second_C1, other_CK, 0.0)
-    until_CK += tl.where(second_C1, 0.0, other_CK)
-    return since_CK, until_CK
+    block_C = place_C >> level
+    same_block = block_C[:, None] == block_C[None, :]
+    is_earlier = place_C[None, :] <= place_C[:, None]
+    return same_block & (is_earlier == is_second(place_C, level))
 
 
 @triton.jit

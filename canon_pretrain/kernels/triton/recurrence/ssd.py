@@ -42,7 +42,7 @@ PROGRAMS = 264
 def ssd_scores_kernel(
     B, C, scores, num_tokens, state_dim, B_step, C_step, chunk: tl.constexpr, rows: tl.constexpr
 ):
-    """Write C B^T of a chunk in float32."""
+    """Write B C^T of a chunk in float32."""
     c = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     B += batch * num_tokens * B_step
@@ -53,7 +53,7 @@ def ssd_scores_kernel(
     n = tl.arange(0, rows)
     B_LN = chunks.load_tile(B, c * chunk + place, n, num_tokens, state_dim, B_step)
     C_LN = chunks.load_tile(C, c * chunk + place, n, num_tokens, state_dim, C_step)
-    scores_LL = chunks.product(C_LN, tl.trans(B_LN))
+    scores_LL = chunks.product(B_LN, tl.trans(C_LN))
     chunks.store_tile(scores, place, place, chunk, chunk, chunk, scores_LL)
 
 
@@ -170,7 +170,7 @@ def ssd_outputs_kernel(
     n = tl.arange(0, rows)
     value = tl.arange(0, width)
     C_LN = chunks.load_tile(C, token, n, num_tokens, state_dim, C_step)
-    scores_LL = chunks.load_tile(scores, place, place, chunk, chunk, chunk)
+    scores_LL = tl.trans(chunks.load_tile(scores, place, place, chunk, chunk, chunk))
     for head in range(first_head, tl.minimum(first_head + heads, num_heads)):
         sums_L = head * num_chunks * chunk + place
         dt_L = tl.load(dt + sums_L)
@@ -191,16 +191,16 @@ def ssd_outputs_kernel(
 
 
 @triton.jit
-def ssd_gradients_kernel(
-    dy, x, dt, high, low, scores, A, B, C, D, states, dstates,
-    dx, ddt, dscores, dB, dC, dA, dD,
-    num_tokens, num_heads, num_chunks, state_dim, head_dim, heads, dy_step, x_step, B_step, C_step,
+def ssd_value_gradients_kernel(
+    dy, x, dt, high, low, scores, B, D, dstates, dx, ddt, dlog, dscores, dB, dD,
+    num_tokens, num_heads, num_chunks, state_dim, head_dim, heads, dy_step, x_step, B_step,
     chunk: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of a chunk for `heads` heads, and sums over them and over tokens.
+    """Write what passes through M, D and the states after a chunk, for `heads` heads: dx and
 
-    dscores [groups of heads, B, chunks, L, L] and, but for what passes through the scores, dB and dC
-    [groups, B, T, N]; dA and dD [B, chunks, H].
+    ddt, and dlog of the log decays in M and until the chunk's end, [B, H, chunks, L]; the sums over
+    the heads dscores [groups of heads, B, chunks, L, L] and, by the states, dB [groups, B, T, N];
+    dD [B, chunks, H]. Rows of products are tokens s of x_s, columns l of y_l: all are transposed.
     """
     first_head = tl.program_id(0) * heads
     c = tl.program_id(1)
@@ -208,94 +208,137 @@ def ssd_gradients_kernel(
     dy += batch * num_tokens * dy_step
     x += batch * num_tokens * x_step
     B += batch * num_tokens * B_step
-    C += batch * num_tokens * C_step
     dx += batch * num_tokens * num_heads * head_dim
-    ddt += batch * num_tokens * num_heads
     number = batch * num_chunks + c
     scores += number * chunk * chunk
-    dA += number * num_heads
     dD += number * num_heads
     of_heads = batch * num_heads * num_chunks + c
     dt += of_heads * chunk
     high += of_heads * chunk
     low += of_heads * chunk
+    ddt += of_heads * chunk
+    dlog += of_heads * chunk
     state_size = state_dim * head_dim
-    states += of_heads * state_size
     dstates += of_heads * state_size
     group = tl.program_id(0) * tl.num_programs(2) + batch
     dscores += (group * num_chunks + c) * chunk * chunk
     dB += group * num_tokens * state_dim
-    dC += group * num_tokens * state_dim
 
     place = tl.arange(0, chunk)
     token = c * chunk + place
     n = tl.arange(0, rows)
     value = tl.arange(0, width)
     B_LN = chunks.load_tile(B, token, n, num_tokens, state_dim, B_step)
-    C_LN = chunks.load_tile(C, token, n, num_tokens, state_dim, C_step)
     scores_LL = chunks.load_tile(scores, place, place, chunk, chunk, chunk)
     dscores_LL = tl.zeros([chunk, chunk], tl.float32)
     dB_LN = tl.zeros([chunk, rows], tl.float32)
-    dC_LN = tl.zeros([chunk, rows], tl.float32)
     for head in range(first_head, tl.minimum(first_head + heads, num_heads)):
-        of_head = head * num_chunks * chunk
-        dt_L = tl.load(dt + of_head + place)
-        high_L = tl.load(high + of_head + place)
-        low_L = tl.load(low + of_head + place)
-        last_high = tl.load(high + of_head + (chunk - 1))
-        last_low = tl.load(low + of_head + (chunk - 1))
-        decays_LL = chunks.decay_between(high_L, low_L, place)
-        since_L = chunks.decay_since(high_L, low_L)
-        until_L = chunks.decay_until(high_L, low_L, last_high, last_low)
+        of_head = head * num_chunks * chunk + place
+        dt_L = tl.load(dt + of_head)
+        high_L = tl.load(high + of_head)
+        low_L = tl.load(low + of_head)
+        last = head * num_chunks * chunk + (chunk - 1)
+        until_L = chunks.decay_until(high_L, low_L, tl.load(high + last), tl.load(low + last))
         x_LP = load_head(x, token, value, head, num_tokens, head_dim, x_step)
         dy_LP = load_head(dy, token, value, head, num_tokens, head_dim, dy_step)
-        here = tl.cast(head, tl.int64) * num_chunks * state_size
-        state_NP = chunks.load_tile(states + here, n, value, state_dim, head_dim, head_dim)
-        dstate_NP = chunks.load_tile(dstates + here, n, value, state_dim, head_dim, head_dim)
+        dstate_NP = chunks.load_tile(
+            dstates + tl.cast(head, tl.int64) * num_chunks * state_size, n, value, state_dim,
+            head_dim, head_dim,
+        )  # fmt: skip
 
-        # x is in y by M and D, and in the state after the chunk.
-        mixing_LL = (scores_LL * decays_LL * dt_L[None, :]).to(dy_LP.dtype)
-        dx_LP = chunks.product(tl.trans(mixing_LL), dy_LP)
-        B_dstate_LP = until_L[:, None] * chunks.product(B_LN, dstate_NP)
-        dx_LP += dt_L[:, None] * B_dstate_LP
+        # x_s is in the state after the chunk, and in y_l by D and M_ls = (C_l B_s) decay_ls dt_s.
+        state_LP = chunks.product(B_LN, dstate_NP)
+        ddt_state_L = until_L * tl.sum(x_LP.to(tl.float32) * state_LP, axis=1)
+        decay_LL = chunks.decay_between(high_L, low_L, place, backward=True)
+        decayed_LL = scores_LL * decay_LL
+        dx_LP = dt_L[:, None] * chunks.product(decayed_LL.to(dy_LP.dtype), dy_LP)
+        dx_LP += (dt_L * until_L)[:, None] * state_LP
         dx_LP += tl.load(D + head) * dy_LP.to(tl.float32)
         chunks.store_tile(
             dx + head * head_dim, token, value, num_tokens, head_dim, num_heads * head_dim, dx_LP
         )
 
-        # M_ls = (C_l B_s) decay_ls dt_s. Here is dM_ls decay_ls, without the factor dt_s.
-        dmixing_LL = chunks.product(dy_LP, tl.trans(x_LP)) * decays_LL
-        dscores_LL += dmixing_LL * dt_L[None, :]
-
-        # B and C are in the scores, in the state after the chunk, and before it.
+        # B is in the scores and in the state after the chunk.
+        products_LL = chunks.product(x_LP, tl.trans(dy_LP))
+        dscores_LL += products_LL * (decay_LL * dt_L[:, None])
         dt_until_x_LP = (dt_L * until_L)[:, None] * x_LP.to(tl.float32)
-        since_dy_LP = since_L[:, None] * dy_LP.to(tl.float32)
         dB_LN = chunks.product(dt_until_x_LP.to(x_LP.dtype), tl.trans(dstate_NP), dB_LN)
-        dC_LN = chunks.product(since_dy_LP.to(dy_LP.dtype), tl.trans(state_NP), dC_LN)
 
-        # dt is in M and in the state after the chunk,
-        mixed_LL = dmixing_LL * scores_LL
-        until_state_L = tl.sum(x_LP.to(tl.float32) * B_dstate_LP, axis=1)
-        ddt_L = tl.sum(mixed_LL, axis=0) + until_state_L
-
-        # and in the log decays dt A: of t, in M_ls for l >= t > s, in the decays since the chunk
-        # began of l >= t, until its end of s < t, and of the whole chunk.
-        passing_LL = tl.cumsum(mixed_LL * dt_L[None, :], axis=0, reverse=True)
-        is_earlier_LL = place[None, :] < place[:, None]
-        until_state_LL = (dt_L * until_state_L)[None, :]
-        dlog_L = tl.sum(tl.where(is_earlier_LL, passing_LL + until_state_LL, 0.0), axis=1)
-        since_state_L = tl.sum(since_dy_LP * chunks.product(C_LN, state_NP), axis=1)
-        dlog_L += tl.cumsum(since_state_L, axis=0, reverse=True)
-        carried_N = tl.sum(state_NP.to(tl.float32) * dstate_NP.to(tl.float32), axis=1)
-        dlog_L += tl.exp(last_high + last_low) * tl.sum(carried_N, axis=0)
-
-        ddt_L += dlog_L * tl.load(A + head)
-        tl.store(ddt + token * num_heads + head, ddt_L, mask=token < num_tokens)
-        tl.store(dA + head, tl.sum(dlog_L * dt_L, axis=0))
-        d_x_L = tl.sum(dy_LP.to(tl.float32) * x_LP.to(tl.float32), axis=1)
+        # The diagonal of x dy^T is what D multiplies.
+        is_diagonal_LL = place[:, None] == place[None, :]
+        d_x_L = tl.sum(tl.where(is_diagonal_LL, products_LL, 0.0), axis=1)
         tl.store(dD + head, tl.sum(d_x_L, axis=0))
+
+        # The log decay of t is in M_ls for s < t <= l, and for s < t in the state after the chunk.
+        mixed_LL = products_LL * decayed_LL
+        tl.store(ddt + of_head, tl.sum(mixed_LL, axis=1) + ddt_state_L)
+        passing_LL = tl.cumsum(dt_L[:, None] * mixed_LL, axis=1, reverse=True)
+        passing_LL += (dt_L * ddt_state_L)[:, None]
+        is_earlier_LL = place[:, None] < place[None, :]
+        tl.store(dlog + of_head, tl.sum(tl.where(is_earlier_LL, passing_LL, 0.0), axis=0))
     chunks.store_tile(dscores, place, place, chunk, chunk, chunk, dscores_LL)
     chunks.store_tile(dB, token, n, num_tokens, state_dim, state_dim, dB_LN)
+
+
+@triton.jit
+def ssd_state_gradients_kernel(
+    dy, dt, high, low, A, C, states, dstates, ddt_chunks, dlog, ddt, dC, dA,
+    num_tokens, num_heads, num_chunks, state_dim, head_dim, heads, dy_step, C_step,
+    chunk: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    """Write what passes through the states before a chunk, for `heads` heads, and complete ddt.
+
+    ddt [B, T, H]; dC by the states, summed over the heads, [groups of heads, B, T, N]; dA [B,
+    chunks, H].
+    """
+    first_head = tl.program_id(0) * heads
+    c = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    dy += batch * num_tokens * dy_step
+    C += batch * num_tokens * C_step
+    ddt += batch * num_tokens * num_heads
+    dA += (batch * num_chunks + c) * num_heads
+    of_heads = batch * num_heads * num_chunks + c
+    dt += of_heads * chunk
+    high += of_heads * chunk
+    low += of_heads * chunk
+    ddt_chunks += of_heads * chunk
+    dlog += of_heads * chunk
+    state_size = state_dim * head_dim
+    states += of_heads * state_size
+    dstates += of_heads * state_size
+    dC += (tl.program_id(0) * tl.num_programs(2) + batch) * num_tokens * state_dim
+
+    place = tl.arange(0, chunk)
+    token = c * chunk + place
+    n = tl.arange(0, rows)
+    value = tl.arange(0, width)
+    C_LN = chunks.load_tile(C, token, n, num_tokens, state_dim, C_step)
+    dC_LN = tl.zeros([chunk, rows], tl.float32)
+    for head in range(first_head, tl.minimum(first_head + heads, num_heads)):
+        of_head = head * num_chunks * chunk + place
+        since_L = chunks.decay_since(tl.load(high + of_head), tl.load(low + of_head))
+        dy_LP = load_head(dy, token, value, head, num_tokens, head_dim, dy_step)
+        here = tl.cast(head, tl.int64) * num_chunks * state_size
+        state_NP = chunks.load_tile(states + here, n, value, state_dim, head_dim, head_dim)
+        dstate_NP = chunks.load_tile(dstates + here, n, value, state_dim, head_dim, head_dim)
+
+        # y has since (C S).
+        since_dy_LP = since_L[:, None] * dy_LP.to(tl.float32)
+        dC_LN = chunks.product(since_dy_LP.to(dy_LP.dtype), tl.trans(state_NP), dC_LN)
+        since_state_L = tl.sum(since_dy_LP * chunks.product(C_LN, state_NP), axis=1)
+
+        # The log decay of t is in it for l >= t, and in the decay of the whole chunk.
+        carried_N = tl.sum(state_NP.to(tl.float32) * dstate_NP.to(tl.float32), axis=1)
+        last = head * num_chunks * chunk + (chunk - 1)
+        decay = chunks.decay_since(tl.load(high + last), tl.load(low + last))
+        dlog_L = tl.load(dlog + of_head) + decay * tl.sum(carried_N, axis=0)
+        dlog_L += tl.cumsum(since_state_L, axis=0, reverse=True)
+
+        # Log decays are dt A.
+        ddt_L = tl.load(ddt_chunks + of_head) + dlog_L * tl.load(A + head)
+        tl.store(ddt + token * num_heads + head, ddt_L, mask=token < num_tokens)
+        tl.store(dA + head, tl.sum(dlog_L * tl.load(dt + of_head), axis=0))
     chunks.store_tile(dC, token, n, num_tokens, state_dim, state_dim, dC_LN)
 
 
@@ -335,8 +378,8 @@ def ssd_shared_gradients_kernel(
             dC_groups + of_group, token, n, num_tokens, state_dim, state_dim
         )
     dscores_LL = dscores_LL.to(B_LN.dtype)
-    dB_LN = chunks.product(tl.trans(dscores_LL), C_LN, dB_LN)
-    dC_LN = chunks.product(dscores_LL, B_LN, dC_LN)
+    dB_LN = chunks.product(dscores_LL, C_LN, dB_LN)
+    dC_LN = chunks.product(tl.trans(dscores_LL), B_LN, dC_LN)
     chunks.store_tile(dB, token, n, num_tokens, state_dim, state_dim, dB_LN)
     chunks.store_tile(dC, token, n, num_tokens, state_dim, state_dim, dC_LN)
 
@@ -430,25 +473,24 @@ def backward(
     dC_groups = dt_BTH.new_empty(groups, *C_BTN.shape)
     dA_chunks = dt_BTH.new_empty(batch * num_chunks, num_heads)
     dD_chunks = dt_BTH.new_empty(batch * num_chunks, num_heads)
-    ssd_gradients_kernel[groups, num_chunks, batch](
+    ddt_chunks = sums.values_RNC.new_empty(sums.values_RNC.shape)
+    dlog_chunks = sums.values_RNC.new_empty(sums.values_RNC.shape)
+    grid = (groups, num_chunks, batch)
+    ssd_value_gradients_kernel[grid](
         dy_BTHP,
         x_BTHP,
         sums.values_RNC,
         sums.high_RNC,
         sums.low_RNC,
         compute_scores(inputs),
-        A_H,
         B_BTN,
-        C_BTN,
         D_H,
-        states,
         dstates,
         dx_BTHP,
-        ddt_BTH,
+        ddt_chunks,
+        dlog_chunks,
         dscores,
         dB_groups,
-        dC_groups,
-        dA_chunks,
         dD_chunks,
         num_tokens,
         num_heads,
@@ -459,6 +501,34 @@ def backward(
         dy_BTHP.stride(1),
         x_BTHP.stride(1),
         B_BTN.stride(1),
+        chunk=chunk,
+        rows=chunks.side(state_dim),
+        width=chunks.side(head_dim),
+        num_warps=8,
+        num_stages=1,
+        enable_fp_fusion=True,
+    )
+    ssd_state_gradients_kernel[grid](
+        dy_BTHP,
+        sums.values_RNC,
+        sums.high_RNC,
+        sums.low_RNC,
+        A_H,
+        C_BTN,
+        states,
+        dstates,
+        ddt_chunks,
+        dlog_chunks,
+        ddt_BTH,
+        dC_groups,
+        dA_chunks,
+        num_tokens,
+        num_heads,
+        num_chunks,
+        state_dim,
+        head_dim,
+        heads,
+        dy_BTHP.stride(1),
         C_BTN.stride(1),
         chunk=chunk,
         rows=chunks.side(state_dim),
@@ -499,7 +569,7 @@ def backward(
 
 
 def compute_scores(inputs: Inputs) -> Tensor:
-    """Return C B^T of each chunk, [B, chunks, L, L] in float32."""
+    """Return B C^T of each chunk, [B, chunks, L, L] in float32."""
     B_BTN = inputs.B_BTN
     C_BTN = inputs.C_BTN
     batch, num_tokens, state_dim = B_BTN.shape
