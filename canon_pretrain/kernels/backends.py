@@ -30,13 +30,13 @@ OPTIONAL = {
 """Backends that need a GPU or a package -> their modules."""
 MIXER_BACKENDS = ("auto", "chunked", "fla", "triton")
 RECURRENCES = {
-    "triton": "canon_pretrain.kernels.triton.recurrence.operators",
+    "triton": "canon_pretrain.kernels.triton.recurrence.forms",
     "fla": "canon_pretrain.kernels.fla_mixers",
 }
 """Backends of recurrences that need a GPU -> their modules, in the order that `auto` tries.
 
-Each module has FORMS, recurrences by mixer; `supports(v)`, whether they compute such tensors; and
-`recurrence_problem(mixer, key_dim)`, why they can't compute a mixer here.
+Each module has FORMS, recurrences by mixer, and `recurrence_problem(mixer, key_dim)`, why they can't
+compute a mixer here; fla's also `supports(v)`, whether they compute such tensors.
 """
 TRITON_TAPS = 4
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -176,7 +176,8 @@ def recurrence(mixer: str, backend: str) -> Recurrence:
     form = partial(chunked, mixer)
     if backend in RECURRENCES:
         kernels = recurrence_module(backend)
-        form = partial(_kernels_or_chunked, kernels.FORMS[mixer], kernels.supports, mixer)
+        supports = supports_triton if backend == "triton" else kernels.supports
+        form = partial(_kernels_or_chunked, kernels.FORMS[mixer], supports, mixer)
     return partial(_without_autocast, form)
 
 
@@ -246,13 +247,18 @@ def mixer_problem(mixer: str, key_dim: int, backend: str) -> str | None:
 
 
 def triton_kernels(backend: str, x: Tensor) -> Any:
-    """Return the module of the Triton kernels, or None if they can't compute `x`."""
-    if backend != "triton" or x.dtype not in TRITON_DTYPES:
+    """Return the module of Canon's Triton kernels, or None if they can't compute `x`."""
+    if backend != "triton" or not supports_triton(x):
         return None
+    return _module(backend)
+
+
+def supports_triton(x: Tensor) -> bool:
+    """Return whether our Triton kernels compute tensors like x."""
+    if x.dtype not in TRITON_DTYPES:
+        return False
     device_type = x.device.type
-    if device_type == "cuda" or (device_type == "cpu" and _is_interpreted()):
-        return _module(backend)
-    return None
+    return device_type == "cuda" or (device_type == "cpu" and _is_interpreted())
 
 
 def canon(x_BTC: Tensor, weight_C1K: Tensor, *, backend: str = "auto", **options: Any) -> Tensor:

@@ -22,7 +22,6 @@ In memory: states [B, H, chunks, N, P].
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
