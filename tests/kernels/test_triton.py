@@ -13,7 +13,7 @@ from tests.support import ROOT, selected
 from tests.triton_cases import CASES
 
 
-def _run(module, out, *arguments, **environment):
+def run_module(module, out, *arguments, **environment):
     """Run a module in its own process: TRITON_INTERPRET is read when triton is imported."""
     pytest.importorskip("triton")
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -33,7 +33,7 @@ def results(request, tmp_path_factory):
     """The errors of the selected cases, all run in one process."""
     out = tmp_path_factory.mktemp("triton") / "results.json"
     names = selected(request, "name")
-    return _run("tests.triton_cases", out, *names, TRITON_INTERPRET="1")
+    return run_module("tests.triton_cases", out, *names, TRITON_INTERPRET="1")
 
 
 QUICK = [name for name in CASES if "1, 3, 40" in name or "2, 3, 40" in name]
@@ -86,7 +86,7 @@ def test_every_launch_asks_for_fused_multiply_adds(site, monkeypatch):
 @pytest.mark.system
 @pytest.mark.parametrize("capability", ["90", pytest.param("80", marks=pytest.mark.long)])
 def test_kernels_compile_without_spills_and_atomics(tmp_path, capability):
-    compiled = _run(
+    compiled = run_module(
         "tests.triton_compiled",
         tmp_path / "kernels.json",
         capability,

@@ -12,12 +12,14 @@ Backward runs `scores` and `states` again. The gradients of the states are `stat
 the last chunk to the first, dv = k~ dS' + A^T do is `outputs` with A transposed, and
 
     score_gradients    dA = do v^T
-    gradients          dq, dk and the log decays' from dA and from do S^T, v dS'^T
+    state_gradients    of q, k and the log decays from do S^T, v dS'^T, S dS'
+    pair_gradients     the same from dA, added
 
-Scores are joined from blocks of 1, 2, 4, .. tokens as in kernels/gla.py, here as whole products
-[C, C] of which each size uses the pairs' lower left quarters. The gradient of a log decay is a sum
-over the pairs of tokens that it is between, never a difference of sums: per size one product with a
-matrix of zeros and ones.
+Scores are joined from blocks of 1, 2, 4, .. tokens as in kernels/gla.py: of a pair of blocks, the
+scores of the second block's queries with the first block's keys are a product of q decayed since the
+middle of the pair and k decayed until there. Here each size is a whole product [C, C], of which the
+pairs' lower left quarters are used. The gradient of a log decay is a sum over the decays it is part
+of, never a difference of sums: per size one product with a matrix of zeros and ones.
 
 Shapes: C tokens of a chunk, K keys and V values of a tile, R = B H rows, N chunks.
 In memory: q~, k~ [R, N, C, K]; decay of a chunk [R, N, K]; A, dA [R, N, C, C]; states [R, N, K, V].
@@ -39,8 +41,9 @@ STATE_KEYS = 128
 STATE_VALUES = 128
 OUTPUT_KEYS = 32
 OUTPUT_VALUES = 256
-GRADIENT_KEYS = 64
-GRADIENT_VALUES = 32
+STATE_GRADIENT_KEYS = 64
+STATE_GRADIENT_VALUES = 32
+PAIR_KEYS = 32
 
 
 @triton.jit
@@ -219,14 +222,13 @@ def gla_score_gradients_kernel(
 
 
 @triton.jit
-def gla_gradients_kernel(
-    q, k, v, log_decay, starts, do, dscores, states, dstates, dq, dk, dlog_decay,
-    scale, num_tokens, num_heads, num_levels, key_dim, value_dim,
-    q_step, k_step, v_step, log_step, do_step,
+def gla_state_gradients_kernel(
+    q, k, v, log_decay, starts, do, states, dstates, dq, dk, dlog_decay,
+    scale, num_tokens, num_heads, key_dim, value_dim, q_step, k_step, v_step, log_step, do_step,
     has_starts: tl.constexpr, half: tl.constexpr, chunk: tl.constexpr, keys: tl.constexpr,
     width: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of q, k and the log decays of a chunk, for a tile of keys."""
+    """Write what passes through the states to q, k and the log decays, [B, T, H, K]."""
     key = tl.program_id(0) * keys + tl.arange(0, keys)
     n = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
@@ -244,46 +246,12 @@ def gla_gradients_kernel(
     dk += grads
     dlog_decay += grads
     number = row * tl.num_programs(1) + n
-    dscores += number * chunk * chunk
     states += number * key_dim * value_dim
     dstates += number * key_dim * value_dim
 
-    # Through the scores of pairs of blocks: in each, only second blocks have dq, only first dk.
+    # do S^T, v dS'^T and the sum of S dS'
     place = tl.arange(0, chunk)
     token = n * chunk + place
-    q_CK = chunks.load_tile(q, token, key, num_tokens, key_dim, q_step).to(tl.float32) * scale
-    k_CK = chunks.load_tile(k, token, key, num_tokens, key_dim, k_step).to(tl.float32)
-    log_CK = chunks.load_tile(log_decay, token, key, num_tokens, key_dim, log_step)
-    log_CK = chunks.cut_tokens(log_CK, starts, token, num_tokens, has_starts)
-    high_CK, middle_CK, low_CK = chunks.split(log_CK)
-    dscores_CC = chunks.load_tile(dscores, place, place, chunk, chunk, chunk)
-    dq_scores_CK = tl.zeros([chunk, keys], tl.float32)
-    dk_scores_CK = tl.zeros([chunk, keys], tl.float32)
-    dlog_CK = tl.zeros([chunk, keys], tl.float32)
-    for level in range(num_levels):
-        between_CC = chunks.is_between(place, level)
-        decay_CK = tl.exp(chunks.sums(between_CC, high_CK, middle_CK, low_CK))
-        pair_CC = tl.where(chunks.is_pair(place, level), dscores_CC, 0.0).to(dscores_CC.dtype)
-        dq_pair_CK = decay_CK * chunks.product(pair_CC, k_CK * decay_CK)
-        dk_pair_CK = decay_CK * chunks.product(tl.trans(pair_CC), q_CK * decay_CK)
-        dq_scores_CK += dq_pair_CK
-        dk_scores_CK += dk_pair_CK
-        change_CK = q_CK * dq_pair_CK + k_CK * dk_pair_CK
-        is_summed_CC = tl.trans(between_CC.to(tl.float32))
-        dlog_CK = chunks.sum_product(is_summed_CC, change_CK, dlog_CK, half)
-
-    # The diagonal of the scores, which is in no decay.
-    diagonal_CC = tl.where(place[:, None] == place[None, :], dscores_CC, 0.0)
-    diagonal_C = tl.sum(diagonal_CC.to(tl.float32), axis=1)
-    dq_scores_CK += diagonal_C[:, None] * k_CK
-    dk_scores_CK += diagonal_C[:, None] * q_CK
-
-    is_earlier_CC = place[None, :] <= place[:, None]
-    is_later_CC = place[None, :] > place[:, None]
-    since_CK = chunks.sums(is_earlier_CC, high_CK, middle_CK, low_CK)
-    until_CK = chunks.sums(is_later_CC, high_CK, middle_CK, low_CK)
-
-    # Through the states: do S^T since the chunk began, v dS'^T until its end, and S dS'.
     dq_CK = tl.zeros([chunk, keys], tl.float32)
     dk_CK = tl.zeros([chunk, keys], tl.float32)
     carried_K = tl.zeros([keys], tl.float32)
@@ -296,19 +264,86 @@ def gla_gradients_kernel(
         dq_CK = chunks.product(do_CV, tl.trans(states_KV), dq_CK)
         dk_CK = chunks.product(v_CV, tl.trans(dstates_KV), dk_CK)
         carried_K += tl.sum(states_KV.to(tl.float32) * dstates_KV.to(tl.float32), axis=1)
-    dq_CK *= tl.exp(since_CK)
-    dk_CK *= tl.exp(until_CK)
-    dq_scores_CK += dq_CK
-    dk_scores_CK += dk_CK
-    step = num_heads * key_dim
-    chunks.store_tile(dq, token, key, num_tokens, key_dim, step, scale * dq_scores_CK)
-    chunks.store_tile(dk, token, key, num_tokens, key_dim, step, dk_scores_CK)
 
-    since_summed_CC = tl.trans(is_earlier_CC.to(tl.float32))
-    until_summed_CC = tl.trans(is_later_CC.to(tl.float32))
-    dlog_CK = chunks.sum_product(since_summed_CC, q_CK * dq_CK, dlog_CK, half)
-    dlog_CK = chunks.sum_product(until_summed_CC, k_CK * dk_CK, dlog_CK, half)
+    # Decayed since the chunk began and until its end.
+    log_CK = chunks.load_tile(log_decay, token, key, num_tokens, key_dim, log_step)
+    log_CK = chunks.cut_tokens(log_CK, starts, token, num_tokens, has_starts)
+    high_CK, middle_CK, low_CK = chunks.split(log_CK)
+    since_CC = (place[None, :] <= place[:, None]).to(tl.float32)
+    since_CK = chunks.sums(since_CC, high_CK, middle_CK, low_CK)
+    dq_CK *= tl.exp(since_CK)
+    dk_CK *= tl.exp(chunks.sums(1.0 - since_CC, high_CK, middle_CK, low_CK))
+    step = num_heads * key_dim
+    chunks.store_tile(dq, token, key, num_tokens, key_dim, step, scale * dq_CK)
+    chunks.store_tile(dk, token, key, num_tokens, key_dim, step, dk_CK)
+
+    # The log decay of t is in those of q of t and later tokens, of k of earlier ones, and in all of
+    # the chunk's.
+    dlog_CK = tl.zeros([chunk, keys], tl.float32)
     dlog_CK += (tl.exp(chunks.last_row(since_CK, place)) * carried_K)[None, :]
+    q_CK = chunks.load_tile(q, token, key, num_tokens, key_dim, q_step).to(tl.float32) * scale
+    dlog_CK = chunks.sum_product(tl.trans(since_CC), q_CK * dq_CK, dlog_CK, half)
+    k_CK = chunks.load_tile(k, token, key, num_tokens, key_dim, k_step).to(tl.float32)
+    dlog_CK = chunks.sum_product(tl.trans(1.0 - since_CC), k_CK * dk_CK, dlog_CK, half)
+    chunks.store_tile(dlog_decay, token, key, num_tokens, key_dim, step, dlog_CK)
+
+
+@triton.jit
+def gla_pair_gradients_kernel(
+    q, k, log_decay, starts, dscores, dq, dk, dlog_decay,
+    scale, num_tokens, num_heads, num_levels, key_dim, q_step, k_step, log_step,
+    has_starts: tl.constexpr, half: tl.constexpr, chunk: tl.constexpr, keys: tl.constexpr,
+):  # fmt: skip
+    """Add what passes through the scores to the gradients of q, k and the log decays."""
+    key = tl.program_id(0) * keys + tl.arange(0, keys)
+    n = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    first_token = row // num_heads * num_tokens
+    head = (row % num_heads) * key_dim
+    q += first_token * q_step + head
+    k += first_token * k_step + head
+    log_decay += first_token * log_step + head
+    starts += first_token
+    grads = first_token * num_heads * key_dim + head
+    dq += grads
+    dk += grads
+    dlog_decay += grads
+    dscores += (row * tl.num_programs(1) + n) * chunk * chunk
+
+    place = tl.arange(0, chunk)
+    token = n * chunk + place
+    q_CK = chunks.load_tile(q, token, key, num_tokens, key_dim, q_step).to(tl.float32) * scale
+    k_CK = chunks.load_tile(k, token, key, num_tokens, key_dim, k_step).to(tl.float32)
+    log_CK = chunks.load_tile(log_decay, token, key, num_tokens, key_dim, log_step)
+    log_CK = chunks.cut_tokens(log_CK, starts, token, num_tokens, has_starts)
+    high_CK, middle_CK, low_CK = chunks.split(log_CK)
+    dscores_CC = chunks.load_tile(dscores, place, place, chunk, chunk, chunk)
+
+    # The diagonal, which is in no decay, and what passes through the states.
+    step = num_heads * key_dim
+    diagonal_CC = tl.where(place[:, None] == place[None, :], dscores_CC, 0.0)
+    diagonal_C1 = tl.sum(diagonal_CC.to(tl.float32), axis=1)[:, None]
+    dq_CK = chunks.load_tile(dq, token, key, num_tokens, key_dim, step).to(tl.float32)
+    dk_CK = chunks.load_tile(dk, token, key, num_tokens, key_dim, step).to(tl.float32)
+    dlog_CK = chunks.load_tile(dlog_decay, token, key, num_tokens, key_dim, step)
+    dq_CK += scale * diagonal_C1 * k_CK
+    dk_CK += diagonal_C1 * q_CK
+
+    # Pairs of blocks: in each, only the second block has dq, and only the first dk.
+    for level in range(num_levels):
+        between_CC = chunks.is_between(place, level)
+        decay_CK = tl.exp(chunks.sums(between_CC, high_CK, middle_CK, low_CK))
+        pair_CC = tl.where(chunks.is_pair(place, level), dscores_CC, 0.0).to(dscores_CC.dtype)
+        dq_pair_CK = decay_CK * chunks.product(pair_CC, k_CK * decay_CK)
+        dk_pair_CK = decay_CK * chunks.product(tl.trans(pair_CC), q_CK * decay_CK)
+        dq_CK += scale * dq_pair_CK
+        dk_CK += dk_pair_CK
+        change_CK = q_CK * dq_pair_CK + k_CK * dk_pair_CK
+        is_summed_CC = tl.trans(between_CC.to(tl.float32))
+        dlog_CK = chunks.sum_product(is_summed_CC, change_CK, dlog_CK, half)
+
+    chunks.store_tile(dq, token, key, num_tokens, key_dim, step, dq_CK)
+    chunks.store_tile(dk, token, key, num_tokens, key_dim, step, dk_CK)
     chunks.store_tile(dlog_decay, token, key, num_tokens, key_dim, step, dlog_CK)
 
 
@@ -523,18 +558,18 @@ def _gradients(
         enable_fp_fusion=True,
     )
 
+    # Through the states, then through the scores.
     dq_BTHK = q_BTHK.new_empty(q_BTHK.shape)
     dk_BTHK = k_BTHK.new_empty(k_BTHK.shape)
     dlog_decay_BTHK = log_decay_BTHK.new_empty(log_decay_BTHK.shape)
-    keys = chunks.side(key_dim, GRADIENT_KEYS)
-    gla_gradients_kernel[triton.cdiv(key_dim, keys), inputs.num_chunks, inputs.rows](
+    keys = chunks.side(key_dim, STATE_GRADIENT_KEYS)
+    gla_state_gradients_kernel[triton.cdiv(key_dim, keys), inputs.num_chunks, inputs.rows](
         q_BTHK,
         k_BTHK,
         v_BTHV,
         log_decay_BTHK,
         chunks.starts_pointer(starts_BT, q_BTHK),
         do_BTHV,
-        dscores_RNCC,
         states_RNKV,
         dstates_RNKV,
         dq_BTHK,
@@ -543,7 +578,6 @@ def _gradients(
         scale,
         num_tokens,
         num_heads,
-        chunk.bit_length() - 1,
         key_dim,
         value_dim,
         q_step=q_BTHK.stride(1),
@@ -555,7 +589,32 @@ def _gradients(
         half=q_BTHK.dtype != torch.float32,
         chunk=chunk,
         keys=keys,
-        width=chunks.side(value_dim, GRADIENT_VALUES),
+        width=chunks.side(value_dim, STATE_GRADIENT_VALUES),
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+    keys = chunks.side(key_dim, PAIR_KEYS)
+    gla_pair_gradients_kernel[triton.cdiv(key_dim, keys), inputs.num_chunks, inputs.rows](
+        q_BTHK,
+        k_BTHK,
+        log_decay_BTHK,
+        chunks.starts_pointer(starts_BT, q_BTHK),
+        dscores_RNCC,
+        dq_BTHK,
+        dk_BTHK,
+        dlog_decay_BTHK,
+        scale,
+        num_tokens,
+        num_heads,
+        chunk.bit_length() - 1,
+        key_dim,
+        q_step=q_BTHK.stride(1),
+        k_step=k_BTHK.stride(1),
+        log_step=log_decay_BTHK.stride(1),
+        has_starts=starts_BT is not None,
+        half=q_BTHK.dtype != torch.float32,
+        chunk=chunk,
+        keys=keys,
         num_warps=8,
         enable_fp_fusion=True,
     )
