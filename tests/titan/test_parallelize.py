@@ -248,7 +248,7 @@ def test_rank_0_checks_the_recurrences_kernels(alone, data_folder, monkeypatch, 
     # a fault: auto falls back, with a warning
     problems += ["a planted fault"]
     assert choose() == BackendChoice(
-        "chunked", "auto; fla was refused", refused="a planted fault", slowdown=1.8
+        "chunked", "auto; fla was refused", refused="a planted fault", slowdown=1.4
     )
     (warning,) = caplog.records
     assert warning.levelname == "WARNING"
@@ -275,7 +275,7 @@ def test_a_run_without_fla_says_what_that_costs(data_folder, tmp_path):
         before=decide_as_on_a_gpu,
     )
     (fallback,) = events(tmp_path / "run", "mixer_fallback")
-    assert (fallback["step"], fallback["refused"], fallback["slowdown"]) == (0, "fla", 1.8)
+    assert (fallback["step"], fallback["refused"], fallback["slowdown"]) == (0, "fla", 1.4)
     assert "pip install" in fallback["reason"]
     assert ended.output.count(fallback["reason"]) == 1
 

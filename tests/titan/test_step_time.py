@@ -164,8 +164,8 @@ def test_fla_is_planned_where_it_may_be_used():
     chunked = Plan(job_of("gla", "--model.mixer_backend", "chunked"), h100(), 8)
 
     assert auto.chunked_seconds == chunked.seconds
-    assert chunked.seconds / auto.seconds == pytest.approx(1.8, rel=0.02)
-    assert 0.2 < chunked.mfu < 0.35
+    assert chunked.seconds / auto.seconds == pytest.approx(1.4, rel=0.02)
+    assert 0.3 < chunked.mfu < 0.4
 
 
 def test_a_stated_mfu_replaces_the_model():
