@@ -22,10 +22,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from canon_pretrain.kernels.compiled import operator_prefix, sum_dtype
+from canon_pretrain.kernels.products import (
+    GPU_CHUNK,
+    differentiable_product,
+    is_on_gpu,
+    operand_dtype,
+    product,
+    sum_of_two_products,
+)
 
 OPERATORS = operator_prefix(__name__)
 CHUNK = 64
-"""Tokens of a chunk."""
+"""Tokens of a chunk on a CPU."""
 STRONGEST = -1000.0
 """Log decays below this, such as -inf at a start, count as this; its exponential is exactly 0."""
 
@@ -40,7 +48,7 @@ def chunked_delta(
     starts_BT: Tensor | None = None,
     *,
     scale: float | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return o_BTHV in the dtype of v, and the state after the last token in `sum_dtype`.
 
@@ -63,8 +71,11 @@ def chunked_delta(
     if num_tokens == 1:
         return _step(q_BTHK.to(dtype) * scale, k_BTHK, v_BTHV, g_BTH, beta_BTH, state_BHKV)
 
-    # The chunks of all rows and heads, in the dtype of sums.
+    # The chunks of all rows and heads, in the dtype of sums; `operand`: of what products read.
+    if chunk is None:
+        chunk = GPU_CHUNK if is_on_gpu(v_BTHV) else CHUNK
     chunk = min(chunk, num_tokens)
+    operand = operand_dtype(v_BTHV)
     k_NRCK = _by_chunks(k_BTHK.to(dtype), chunk)
     q_NRCK = _by_chunks(q_BTHK.to(dtype), chunk) * scale
     beta_NRC = _by_chunks(beta_BTH.to(dtype), chunk)
@@ -80,19 +91,24 @@ def chunked_delta(
     to_end_NRC1 = between_NRCC[..., -1, :, None]
 
     # z_i + sum_{j<i} d_ij b_j (k_i k_j^T) z_j = v_i - d_i k_i S, chunk by chunk.
-    system_NRCC = (k_NRCK @ beta_k_NRCK.mT * between_NRCC).tril(-1)
+    k_k_NRCC = differentiable_product(k_NRCK, beta_k_NRCK.mT, operand)
+    system_NRCC = (k_k_NRCC * between_NRCC).tril(-1)
     z_NRCV, states_MRKV, _ = _scan(
         system_NRCC=system_NRCC,
-        value_NRCV=_by_chunks(v_BTHV.to(dtype), chunk),
-        read_NRCK=k_NRCK * from_start_NRC1,
-        write_NRCK=beta_k_NRCK * to_end_NRC1,
+        value_NRCV=_by_chunks(v_BTHV.to(dtype), chunk).to(operand),
+        read_NRCK=(k_NRCK * from_start_NRC1).to(operand),
+        write_NRCK=(beta_k_NRCK * to_end_NRC1).to(operand),
         decay_NR11=from_start_NRC1[..., -1:, :],
         state_RKV=state_BHKV.flatten(0, 1),
     )
 
     # o_i = scale q_i (sum_{j<=i} d_ij b_j k_j^T z_j + d_i S)
-    scores_NRCC = q_NRCK @ beta_k_NRCK.mT * between_NRCC
-    o_NRCV = scores_NRCC @ z_NRCV + (q_NRCK * from_start_NRC1) @ states_MRKV[:-1]
+    q_k_NRCC = differentiable_product(q_NRCK, beta_k_NRCK.mT, operand)
+    o_NRCV = sum_of_two_products(
+        (q_k_NRCC * between_NRCC, z_NRCV),
+        (q_NRCK * from_start_NRC1, states_MRKV[:-1]),
+        operand,
+    )
 
     # Back to tokens, without the padding.
     o_NBHCV = o_NRCV.unflatten(1, (num_rows, num_heads))
@@ -146,9 +162,10 @@ def _scan(
 
     z_n = (I + system_n)^-1 (value_n - read_n S_n),    S_{n+1} = decay_n S_n + write_n^T z_n
 
-    Return z [N, R, C, V], S [N + 1, R, K, V] and the inverses, for backward.
+    Return z [N, R, C, V], S [N + 1, R, K, V] and the inverses, for backward. On a GPU, value, read,
+    write and z may be bfloat16: what products read. S, its decays and the inverses stay float32.
     """
-    num_chunks, _, chunk, _ = value_NRCV.shape
+    chunk = value_NRCV.shape[2]
 
     # The inverses of all chunks; transposed, because the solver returns columns.
     identity_CC = torch.eye(chunk, dtype=system_NRCC.dtype, device=system_NRCC.device)
@@ -160,6 +177,23 @@ def _scan(
     ).mT.contiguous()
 
     # Each chunk needs the state after the one before it.
+    pass_states = _pass if read_NRCK.dtype == state_RKV.dtype else _pass_rounded
+    z_NRCV, states_MRKV = pass_states(
+        inverse_NRCC, value_NRCV, read_NRCK, write_NRCK, decay_NR11, state_RKV
+    )
+    return z_NRCV, states_MRKV, inverse_NRCC
+
+
+def _pass(
+    inverse_NRCC: Tensor,
+    value_NRCV: Tensor,
+    read_NRCK: Tensor,
+    write_NRCK: Tensor,
+    decay_NR11: Tensor,
+    state_RKV: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return z and S, chunk by chunk."""
+    num_chunks = len(value_NRCV)
     z_NRCV = _empty(value_NRCV)
     states_MRKV = state_RKV.new_empty(num_chunks + 1, *state_RKV.shape)
     states_MRKV[0] = state_RKV
@@ -168,7 +202,33 @@ def _scan(
         torch.bmm(inverse_NRCC[n], error_RCV, out=z_NRCV[n])
         decayed_RKV = decay_NR11[n] * states_MRKV[n]
         torch.baddbmm(decayed_RKV, write_NRCK[n].mT, z_NRCV[n], out=states_MRKV[n + 1])
-    return z_NRCV, states_MRKV, inverse_NRCC
+    return z_NRCV, states_MRKV
+
+
+def _pass_rounded(
+    inverse_NRCC: Tensor,
+    value_NRCV: Tensor,
+    read_NRCK: Tensor,
+    write_NRCK: Tensor,
+    decay_NR11: Tensor,
+    state_RKV: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return z, rounded, and S; the inverses are multiplied first, those of all chunks at once."""
+    operand = read_NRCK.dtype
+    inverse_NRCC = inverse_NRCC.to(operand)
+    value_NRCV = product(inverse_NRCC, value_NRCV, operand, is_operand=True)
+    read_NRCK = product(inverse_NRCC, read_NRCK, operand, is_operand=True)
+
+    num_chunks = len(value_NRCV)
+    z_NRCV = _empty(value_NRCV)
+    states_MRKV = state_RKV.new_empty(num_chunks + 1, *state_RKV.shape)
+    states_MRKV[0] = state_RKV
+    for n in range(num_chunks):
+        before_RKV = states_MRKV[n].to(operand)
+        torch.baddbmm(value_NRCV[n], read_NRCK[n], before_RKV, alpha=-1, out=z_NRCV[n])
+        added_RKV = product(write_NRCK[n].mT, z_NRCV[n], operand)
+        torch.addcmul(added_RKV, decay_NR11[n], states_MRKV[n], out=states_MRKV[n + 1])
+    return z_NRCV, states_MRKV
 
 
 @torch.library.custom_op(f"{OPERATORS}_delta_scan_backward", mutates_args=())
@@ -184,6 +244,38 @@ def _scan_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of the inputs of `_scan` from those of z and S."""
     # From the last chunk to the first: those of value, and of S with all that comes after it.
+    operand = read_NRCK.dtype
+    pass_back = _pass_back if operand == states_MRKV.dtype else _pass_back_rounded
+    dvalue_NRCV, dtotal_MRKV = pass_back(
+        dz_NRCV, dstates_MRKV, inverse_NRCC, read_NRCK, write_NRCK, decay_NR11
+    )
+
+    # From these, the gradients of what the chunks multiply.
+    before_NRKV = states_MRKV[:-1]
+    dafter_NRKV = dtotal_MRKV[1:]
+    dsystem_NRCC = product(dvalue_NRCV, z_NRCV.mT, operand).neg_()
+    dread_NRCK = product(dvalue_NRCV, before_NRKV.mT, operand, is_operand=True).neg_()
+    dwrite_NRCK = product(z_NRCV, dafter_NRKV.mT, operand, is_operand=True)
+    ddecay_NR11 = (before_NRKV * dafter_NRKV).sum((-2, -1), keepdim=True)
+    return (
+        dsystem_NRCC,
+        dvalue_NRCV,
+        dread_NRCK,
+        dwrite_NRCK,
+        ddecay_NR11,
+        dtotal_MRKV[0].clone(),
+    )
+
+
+def _pass_back(
+    dz_NRCV: Tensor,
+    dstates_MRKV: Tensor,
+    inverse_NRCC: Tensor,
+    read_NRCK: Tensor,
+    write_NRCK: Tensor,
+    decay_NR11: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of value and of S with all that comes after it, chunk by chunk."""
     dvalue_NRCV = _empty(dz_NRCV)
     dtotal_MRKV = _empty(dstates_MRKV)
     dtotal_MRKV[-1] = dstates_MRKV[-1]
@@ -198,22 +290,33 @@ def _scan_backward(
             alpha=-1,
             out=dtotal_MRKV[n],
         )
+    return dvalue_NRCV, dtotal_MRKV
 
-    # From these, the gradients of what the chunks multiply.
-    before_NRKV = states_MRKV[:-1]
-    dafter_NRKV = dtotal_MRKV[1:]
-    dsystem_NRCC = (dvalue_NRCV @ z_NRCV.mT).neg_()
-    dread_NRCK = (dvalue_NRCV @ before_NRKV.mT).neg_()
-    dwrite_NRCK = z_NRCV @ dafter_NRKV.mT
-    ddecay_NR11 = (before_NRKV * dafter_NRKV).sum((-2, -1), keepdim=True)
-    return (
-        dsystem_NRCC,
-        dvalue_NRCV,
-        dread_NRCK,
-        dwrite_NRCK,
-        ddecay_NR11,
-        dtotal_MRKV[0].clone(),
-    )
+
+def _pass_back_rounded(
+    dz_NRCV: Tensor,
+    dstates_MRKV: Tensor,
+    inverse_NRCC: Tensor,
+    read_NRCK: Tensor,
+    write_NRCK: Tensor,
+    decay_NR11: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return what `_pass_back` does, from rounded operands; see `_pass_rounded`."""
+    operand = read_NRCK.dtype
+    inverse_NRCC = inverse_NRCC.to(operand)
+    dz_NRCV = product(inverse_NRCC.mT, dz_NRCV, operand, is_operand=True)
+    write_NRCK = product(inverse_NRCC.mT, write_NRCK, operand, is_operand=True)
+
+    dvalue_NRCV = _empty(dz_NRCV)
+    dtotal_MRKV = _empty(dstates_MRKV)
+    dtotal_MRKV[-1] = dstates_MRKV[-1]
+    for n in reversed(range(len(dz_NRCV))):
+        dafter_RKV = dtotal_MRKV[n + 1].to(operand)
+        torch.baddbmm(dz_NRCV[n], write_NRCK[n], dafter_RKV, out=dvalue_NRCV[n])
+        dread_RKV = product(read_NRCK[n].mT, dvalue_NRCV[n], operand)
+        carried_RKV = torch.addcmul(dstates_MRKV[n], decay_NR11[n], dtotal_MRKV[n + 1])
+        torch.sub(carried_RKV, dread_RKV, out=dtotal_MRKV[n])
+    return dvalue_NRCV, dtotal_MRKV
 
 
 @_scan.register_fake
@@ -235,7 +338,7 @@ def _(
     write: Tensor,
     decay: Tensor,
 ) -> tuple[Tensor, ...]:
-    dstate = dz.new_empty(dstates.shape[1:])
+    dstate = dstates.new_empty(dstates.shape[1:])
     return *(_empty(x) for x in (inverse, dz, read, write, decay)), dstate
 
 

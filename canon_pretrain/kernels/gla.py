@@ -21,10 +21,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from canon_pretrain.kernels.compiled import operator_prefix, sum_dtype
+from canon_pretrain.kernels.products import (
+    GPU_CHUNK,
+    is_on_gpu,
+    operand_dtype,
+    product,
+    sum_of_two_products,
+)
 
 OPERATORS = operator_prefix(__name__)
 CHUNK = 64
-"""Tokens of a chunk, a power of two; on a CPU 32 is as fast, with twice the states."""
+"""Tokens of a chunk on a CPU, a power of two; 32 is as fast, with twice the states."""
+GROUP = 32
+"""Chunks of a group, whose states are one matrix product on a GPU."""
 
 
 class _Pair(NamedTuple):
@@ -52,7 +61,7 @@ def chunked_gla(
     *,
     state: Tensor | None = None,
     starts_BT: Tensor | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return o [B, T, H, V] in v's dtype and the last state [B, H, K, V] in `sum_dtype`.
 
@@ -73,6 +82,8 @@ def chunked_gla(
         return _step(q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK, scale, state)
 
     # A short sequence is one chunk: the next power of two that holds all tokens.
+    if chunk is None:
+        chunk = GPU_CHUNK if is_on_gpu(v_BTHV) else CHUNK
     chunk = min(chunk, 1 << (num_tokens - 1).bit_length())
     outputs: tuple[Tensor, Tensor]
     outputs = _GLA.apply(q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK, state, scale, chunk)
@@ -121,15 +132,21 @@ class _GLA(torch.autograd.Function):
         ctx.scale = scale
         ctx.chunk = chunk
         q_ZCK, k_ZCK, v_ZCV, log_decay_ZCK = (_split(x, chunk) for x in inputs)
+        dtype = operand_dtype(v_BTHV)
 
         decays = _decays(log_decay_ZCK)
-        added_ZKV = (k_ZCK * decays.log_until_ZCK.exp()).mT @ v_ZCV
-        states_NRKV = _scan(decays.log_since_ZCK[:, -1], added_ZKV, state_BHKV)
+        k_until_ZCK = k_ZCK * decays.log_until_ZCK.exp()
+        log_total_ZK = decays.log_since_ZCK[:, -1]
+        states_NRKV = _scan(log_total_ZK, k_until_ZCK, v_ZCV, state_BHKV, dtype)
 
-        scores_ZCC = _scores(q_ZCK, k_ZCK, _decayed(q_ZCK, k_ZCK, decays.pairs))
+        scores_ZCC = _scores(q_ZCK, k_ZCK, _decayed(q_ZCK, k_ZCK, decays.pairs), dtype)
         before_ZKV = states_NRKV[:-1].flatten(0, 1)
-        earlier_ZCV = (q_ZCK * decays.log_since_ZCK.exp()) @ before_ZKV
-        o_ZCV = scale * (earlier_ZCV + scores_ZCC @ v_ZCV)
+        q_since_ZCK = q_ZCK * decays.log_since_ZCK.exp()
+        o_ZCV = scale * sum_of_two_products(
+            (q_since_ZCK, before_ZKV),
+            (scores_ZCC, v_ZCV),
+            dtype,
+        )
         final_BHKV = states_NRKV[-1].view_as(state_BHKV).clone()  # not a view of all states
         return _join(o_ZCV, v_BTHV), final_BHKV
 
@@ -141,6 +158,7 @@ class _GLA(torch.autograd.Function):
         do_BTHV, dfinal_BHKV = grads
         q_ZCK, k_ZCK, v_ZCV, log_decay_ZCK = (_split(x, ctx.chunk) for x in inputs)
         do_ZCV = ctx.scale * _split(do_BTHV, ctx.chunk)
+        dtype = operand_dtype(v_BTHV)
         decays = _decays(log_decay_ZCK)
         log_total_ZK = decays.log_since_ZCK[:, -1]
         since_ZCK = decays.log_since_ZCK.exp()
@@ -148,27 +166,32 @@ class _GLA(torch.autograd.Function):
 
         # The states again, and their gradients: the same recurrence, backward in time.
         k_until_ZCK = k_ZCK * until_ZCK
-        states_NRKV = _scan(log_total_ZK, k_until_ZCK.mT @ v_ZCV, state_BHKV)
-        dadded_ZKV = (q_ZCK * since_ZCK).mT @ do_ZCV
-        dstates_NRKV = _scan(log_total_ZK, dadded_ZKV, dfinal_BHKV, reverse=True)
+        states_NRKV = _scan(log_total_ZK, k_until_ZCK, v_ZCV, state_BHKV, dtype)
+        q_since_ZCK = q_ZCK * since_ZCK
+        dstates_NRKV = _scan(log_total_ZK, q_since_ZCK, do_ZCV, dfinal_BHKV, dtype, reverse=True)
         before_ZKV = states_NRKV[:-1].flatten(0, 1)
         end_ZKV = states_NRKV[1:].flatten(0, 1)
         dend_ZKV = dstates_NRKV[1:].flatten(0, 1)
 
         # What passes through the states before and after the chunk, and all of dv.
-        dq_ZCK = since_ZCK * (do_ZCV @ before_ZKV.mT)
-        dk_ZCK = until_ZCK * (v_ZCV @ dend_ZKV.mT)
+        dq_ZCK = since_ZCK * product(do_ZCV, before_ZKV.mT, dtype)
+        dk_ZCK = until_ZCK * product(v_ZCV, dend_ZKV.mT, dtype)
         decayed = _decayed(q_ZCK, k_ZCK, decays.pairs)
-        dv_ZCV = _scores(q_ZCK, k_ZCK, decayed).mT @ do_ZCV + k_until_ZCK @ dend_ZKV
+        scores_ZCC = _scores(q_ZCK, k_ZCK, decayed, dtype)
+        dv_ZCV = sum_of_two_products(
+            (scores_ZCC.mT, do_ZCV),
+            (k_until_ZCK, dend_ZKV),
+            dtype,
+        )
 
         # What passes through the scores: undo the joins of `_scores`, the largest blocks first.
         # A pair's lower left quarter is the product of its second and first block.
-        dscores_ZPSS = (do_ZCV @ v_ZCV.mT)[:, None]
+        dscores_ZPSS = product(do_ZCV, v_ZCV.mT, dtype)[:, None]
         for decay, pair in zip(reversed(decays.pairs), reversed(decayed), strict=True):
             size = decay.second_ZPSK.shape[2]
             dproduct_ZPSS = dscores_ZPSS[:, :, size:, :size]
-            dsecond_ZPSK = decay.second_ZPSK * (dproduct_ZPSS @ pair.first_ZPSK)
-            dfirst_ZPSK = decay.first_ZPSK * (dproduct_ZPSS.mT @ pair.second_ZPSK)
+            dsecond_ZPSK = decay.second_ZPSK * product(dproduct_ZPSS, pair.first_ZPSK, dtype)
+            dfirst_ZPSK = decay.first_ZPSK * product(dproduct_ZPSS.mT, pair.second_ZPSK, dtype)
             dq_ZCK = dq_ZCK + F.pad(dsecond_ZPSK, (0, 0, size, 0)).flatten(1, 2)
             dk_ZCK = dk_ZCK + F.pad(dfirst_ZPSK, (0, 0, 0, size)).flatten(1, 2)
             upper_left = dscores_ZPSS[:, :, :size, :size]
@@ -260,34 +283,45 @@ def _decayed(q_ZCK: Tensor, k_ZCK: Tensor, pair_decays: list[_Pair]) -> list[_Pa
     return decayed
 
 
-def _scores(q_ZCK: Tensor, k_ZCK: Tensor, decayed: list[_Pair]) -> Tensor:
+def _scores(q_ZCK: Tensor, k_ZCK: Tensor, decayed: list[_Pair], dtype: torch.dtype) -> Tensor:
     """Return sum_K q_t k_s exp(log decays after s until t), 0 where s > t, [Z, C, C].
 
     From the diagonal, blocks of one token, to the whole chunk: two neighbors and the product of the
     second's queries with the first's keys are a block of twice the size.
     """
-    diagonal_ZC = (q_ZCK * k_ZCK).sum(-1)
+    diagonal_ZC = (q_ZCK * k_ZCK).sum(-1).to(dtype)
     scores_ZPSS = diagonal_ZC[..., None, None]
     for q_ZPSK, k_ZPSK in decayed:
         first_ZPSS = scores_ZPSS[:, 0::2]
         second_ZPSS = scores_ZPSS[:, 1::2]
         upper = F.pad(first_ZPSS, (0, first_ZPSS.shape[3]))
-        lower = torch.cat((q_ZPSK @ k_ZPSK.mT, second_ZPSS), dim=3)
+        lower = torch.cat((product(q_ZPSK, k_ZPSK.mT, dtype, is_operand=True), second_ZPSS), dim=3)
         scores_ZPSS = torch.cat((upper, lower), dim=2)
     return scores_ZPSS[:, 0]
 
 
 def _scan(
-    log_decay_ZK: Tensor, added_ZKV: Tensor, state_BHKV: Tensor, *, reverse: bool = False
+    log_decay_ZK: Tensor,
+    left_ZCK: Tensor,
+    right_ZCV: Tensor,
+    state_BHKV: Tensor,
+    dtype: torch.dtype,
+    *,
+    reverse: bool = False,
 ) -> Tensor:
     """Return the N + 1 states between chunks, [N + 1, R, K, V]; `state_BHKV` is the first.
 
-    The next state is exp(log_decay) state + added. `reverse`: from the last state to the first.
+    The next state is exp(log_decay) state + left^T right. `reverse`: from the last state to the
+    first. `dtype`: of the operands.
     """
     state_RKV = state_BHKV.flatten(0, 1)
     shape = (-1, len(state_RKV))
     decay_NRK = log_decay_ZK.exp().unflatten(0, shape)
-    added_NRKV = added_ZKV.unflatten(0, shape)
+    if is_on_gpu(state_BHKV):
+        left_ZCK = left_ZCK.to(dtype)
+        right_ZCV = right_ZCV.to(dtype)
+        return _grouped_states(decay_NRK, left_ZCK, right_ZCV, state_RKV, reverse)
+    added_NRKV = (left_ZCK.mT @ right_ZCV).unflatten(0, shape)
     return _states(decay_NRK[..., None], added_NRKV, state_RKV, reverse)
 
 
@@ -310,3 +344,57 @@ def _states(decay_NRK1: Tensor, added_NRKV: Tensor, state_RKV: Tensor, reverse: 
 @_states.register_fake
 def _(decay_NRK1: Tensor, added_NRKV: Tensor, state_RKV: Tensor, reverse: bool) -> Tensor:
     return added_NRKV.new_empty(added_NRKV.shape[0] + 1, *state_RKV.shape)
+
+
+@torch.library.custom_op(f"{OPERATORS}_gla_grouped_states", mutates_args=())
+def _grouped_states(
+    decay_NRK: Tensor, left_ZCK: Tensor, right_ZCV: Tensor, state_RKV: Tensor, reverse: bool
+) -> Tensor:
+    """Compute the states of a group of chunks by one product, and the groups one after the other.
+
+    With what enters a group added to its first chunk, a state in it is the sum of what each chunk
+    up to it adds, times the decays in between.
+    """
+    num_chunks, num_rows, key_width = decay_NRK.shape
+    added_ZKV = product(left_ZCK.mT, right_ZCV, left_ZCK.dtype)
+    added_NXV = added_ZKV.view(num_chunks, num_rows * key_width, -1)  # X = R K
+    decay_NX = decay_NRK.flatten(1)
+    states_MXV = added_NXV.new_empty(num_chunks + 1, *added_NXV.shape[1:])  # M = N + 1
+    states_MXV[-1 if reverse else 0] = state_RKV.flatten(0, 1)
+
+    begins = range(0, num_chunks, GROUP)
+    for begin in reversed(begins) if reverse else begins:
+        end = min(begin + GROUP, num_chunks)
+        if reverse:
+            first, entering, leaving = end - 1, end, slice(begin, end)
+        else:
+            first, entering, leaving = begin, begin, slice(begin + 1, end + 1)
+        added_NXV[first].addcmul_(decay_NX[first, :, None], states_MXV[entering])
+        torch.bmm(
+            _decays_between(decay_NX[begin:end].T, reverse),
+            added_NXV[begin:end].transpose(0, 1),
+            out=states_MXV[leaving].transpose(0, 1),
+        )
+    return states_MXV.view(-1, *state_RKV.shape)
+
+
+def _decays_between(decay_XG: Tensor, reverse: bool) -> Tensor:
+    """Return the product of the decays after chunk j up to chunk i, [X, I, J]; 0 where j > i.
+
+    `reverse`: of those before chunk j from chunk i on; 0 where j < i. Products, not exponentials of
+    differences: a decay of 0 is exact.
+    """
+    if reverse:
+        decay_XG = decay_XG.flip(1)
+    num_chunks = decay_XG.shape[1]
+    is_between_GG = decay_XG.new_ones((num_chunks, num_chunks), dtype=torch.bool).tril(-1)
+    factors_XGG = torch.where(is_between_GG, decay_XG[..., None], 1.0)
+    decays_XGG = factors_XGG.cumprod(dim=1).tril()
+    return decays_XGG.flip(1, 2) if reverse else decays_XGG
+
+
+@_grouped_states.register_fake
+def _(
+    decay_NRK: Tensor, left_ZCK: Tensor, right_ZCV: Tensor, state_RKV: Tensor, reverse: bool
+) -> Tensor:
+    return state_RKV.new_empty(decay_NRK.shape[0] + 1, *state_RKV.shape)

@@ -23,9 +23,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from canon_pretrain.kernels.compiled import sum_dtype
+from canon_pretrain.kernels.products import (
+    GPU_CHUNK,
+    is_on_gpu,
+    operand_dtype,
+    product,
+    sum_of_two_products,
+)
 
 CHUNK = 64
-"""Tokens of a chunk."""
+"""Tokens of a chunk on a CPU."""
 GROUP = 16
 """Chunks of a group, whose states are one matrix product."""
 CUT = -1e3
@@ -41,7 +48,7 @@ def chunked_ssd(
     D_H: Tensor,
     state: Tensor | None = None,
     starts_BT: Tensor | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return y [B, T, H, P] in the dtype of x, and the last state [B, H, N, P] in `sum_dtype`.
 
@@ -55,6 +62,8 @@ def chunked_ssd(
 
     if x_BTHP.shape[1] == 1:
         return _step(x_BTHP, dt_BTH, A_H, B_BTN, C_BTN, D_H, state, starts_BT)
+    if chunk is None:
+        chunk = GPU_CHUNK if is_on_gpu(x_BTHP) else CHUNK
     return _Ssd.apply(x_BTHP, dt_BTH, A_H, B_BTN, C_BTN, D_H, state, starts_BT, chunk)
 
 
@@ -111,12 +120,17 @@ class _Ssd(torch.autograd.Function):
 
         chunks = _Chunks.split(x_BTHP, dt_BTH, A_H, B_BTN, C_BTN, starts_BT, chunk)
         x_BHCLP = chunks.x_BHCLP
+        operand = chunks.operand
 
         # The states before the chunks, from what each chunk adds, then the outputs.
-        added_BHCNP = chunks.b_to_end.mT @ x_BHCLP
+        added_BHCNP = product(chunks.b_to_end.mT, x_BHCLP, operand)
         before_BHCNP, final_BHNP = _states(chunks.total_BHC, added_BHCNP, state_BHNP)
 
-        y_BHCLP = chunks.mixing @ x_BHCLP + chunks.c_from_start @ before_BHCNP
+        y_BHCLP = sum_of_two_products(
+            (chunks.mixing, x_BHCLP),
+            (chunks.c_from_start, before_BHCNP),
+            operand,
+        )
         y_BHCLP = y_BHCLP + _per_head(D_H, x_BHCLP) * x_BHCLP
         return _by_tokens(y_BHCLP, x_BTHP), final_BHNP.clone()  # not a view of all states
 
@@ -134,35 +148,36 @@ class _Ssd(torch.autograd.Function):
         b_to_end = chunks.b_to_end  # [B, H, C, L, N]
         c_from_start = chunks.c_from_start  # [B, H, C, L, N]
         dy = _by_chunks(dy_BTHP.to(x.dtype), ctx.chunk)
+        operand = chunks.operand
 
         # The states again, and their gradients: the same recurrence, backward in time.
-        before_BHCNP, _ = _states(total_BHC, b_to_end.mT @ x, state_BHNP)
-        dadded_BHCNP = c_from_start.mT @ dy
+        before_BHCNP, _ = _states(total_BHC, product(b_to_end.mT, x, operand), state_BHNP)
+        dadded_BHCNP = product(c_from_start.mT, dy, operand)
         dafter_BHCNP, dstate_BHNP = _states(total_BHC.flip(2), dadded_BHCNP.flip(2), dfinal_BHNP)
         dafter_BHCNP = dafter_BHCNP.flip(2)
 
         # x is in y by M and D, and in the state after the chunk.
-        dx = chunks.mixing.mT @ dy + b_to_end @ dafter_BHCNP
+        dx = sum_of_two_products((chunks.mixing.mT, dy), (b_to_end, dafter_BHCNP), operand)
         dx = dx + _per_head(D_H, dy) * dy
 
         # M_ls = (c_l b_s) decay_ls dt_s. Here is dM_ls decay_ls, without the factor dt_s.
-        dmixing_BHCLL = (dy @ x.mT) * _decays(chunks.sums_BHCL, x.dtype)
+        dmixing_BHCLL = product(dy, x.mT, operand) * _decays(chunks.sums_BHCL, x.dtype)
         dscores_B1CLL = (dmixing_BHCLL * chunks.dt_BHCL[..., None, :]).sum(1, keepdim=True)
 
         # b and c are in the scores, and in b_to_end and c_from_start; all heads share them.
-        db_to_end = x @ dafter_BHCNP.mT
-        dc_from_start = dy @ before_BHCNP.mT
-        dc = dscores_B1CLL @ b
+        db_to_end = product(x, dafter_BHCNP.mT, operand)
+        dc_from_start = product(dy, before_BHCNP.mT, operand)
+        dc = product(dscores_B1CLL, b, operand)
         dc = dc + (dc_from_start * from_start_BHCL[..., None]).sum(1, keepdim=True)
         dt_to_end_BHCL = to_end_BHCL * chunks.dt_BHCL
-        db = dscores_B1CLL.mT @ c
+        db = product(dscores_B1CLL.mT, c, operand)
         db = db + (db_to_end * dt_to_end_BHCL[..., None]).sum(1, keepdim=True)
 
         # Of the sums of log decays: sum_l adds to row l of M, is subtracted from column l and from
         # token l's decay to the end, and is the decay from the start. In float64, since rows and
         # columns have the same terms, which cancel.
         dt_BHCL = chunks.dt_BHCL.double()
-        product_BHCLL = dmixing_BHCLL * (c @ b.mT)
+        product_BHCLL = dmixing_BHCLL * product(c, b.mT, operand)
         ddt_mixing_BHCL = product_BHCLL.sum(-2, dtype=torch.float64)
         ddt_to_end_BHCL = ((db_to_end * b).sum(-1) * to_end_BHCL).double()
         ddt_BHCL = ddt_mixing_BHCL + ddt_to_end_BHCL
@@ -212,6 +227,8 @@ class _Chunks(NamedTuple):
     is_cut_BHCL: Tensor
     sums_BHCL: Tensor
     """Of the log decays of a chunk up to each token, float64."""
+    operand: torch.dtype
+    """Of what products read."""
 
     @classmethod
     def split(
@@ -237,7 +254,7 @@ class _Chunks(NamedTuple):
             is_start_B1CL = _by_chunks(starts_BT[:, :, None, None], chunk)[..., 0]
             is_cut_BHCL = is_cut_BHCL | is_start_B1CL
         sums_BHCL = log_BHCL.masked_fill(is_cut_BHCL, CUT).cumsum(-1)
-        return cls(x, dt_BHCL, b, c, is_cut_BHCL, sums_BHCL)
+        return cls(x, dt_BHCL, b, c, is_cut_BHCL, sums_BHCL, operand_dtype(x_BTHP))
 
     @property
     def total_BHC(self) -> Tensor:
@@ -269,7 +286,7 @@ class _Chunks(NamedTuple):
     @property
     def mixing(self) -> Tensor:
         """The factors M of x_s in y_l, [B, H, C, L, L]."""
-        scores_B1CLL = self.c_B1CLN @ self.b_B1CLN.mT
+        scores_B1CLL = product(self.c_B1CLN, self.b_B1CLN.mT, self.operand)
         decays_BHCLL = _decays(self.sums_BHCL, self.x_BHCLP.dtype)
         return scores_B1CLL * decays_BHCLL * self.dt_BHCL[..., None, :]
 

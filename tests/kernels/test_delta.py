@@ -10,6 +10,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from canon_pretrain.kernels import delta
 from canon_pretrain.kernels.delta import chunked_delta
+from tests.gpu_form import on_gpu, relative_errors
 
 DECAYS = {
     "none": (0.0,),
@@ -135,6 +136,25 @@ def test_bfloat16_inputs_and_a_float32_state():
     assert (output.dtype, last_state.dtype) == (torch.bfloat16, torch.float32)
     torch.testing.assert_close(output.double(), exact_output, rtol=2**-8, atol=1e-5)
     assert_same(last_state.double(), exact_last_state)
+
+
+@pytest.mark.parametrize("largest_step", [1.0, 2.0])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_the_form_for_a_gpu(decay, largest_step):
+    """In float32 nothing is rounded; with bfloat16 operands errors grow with the system's norm."""
+    single, state, starts = problem(300, decay, largest_step=largest_step)
+    rounded, _, _ = problem(300, decay, torch.bfloat16, largest_step)
+    expected = derived(recurrence, single, state, starts)
+    expected_rounded = derived(recurrence, rounded, state, starts)
+
+    with on_gpu():
+        computed = derived(chunked_delta, single, state, starts)
+        computed_rounded = derived(chunked_delta, rounded, state, starts)
+
+    assert_same(computed, expected, tolerance=2e-5)
+    errors = relative_errors(computed_rounded, expected_rounded)
+    assert 1e-3 < errors[0]  # the output is rounded
+    assert max(errors) < 5e-2
 
 
 @pytest.mark.parametrize("split", [1, 16, 23, 39])

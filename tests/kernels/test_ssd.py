@@ -8,6 +8,7 @@ from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 
 from canon_pretrain.kernels.ssd import chunked_ssd
 from tests.canon_inputs import randoms
+from tests.gpu_form import on_gpu, relative_errors
 
 ROWS = 2
 HEADS = 3
@@ -155,6 +156,32 @@ def test_bfloat16_inputs_are_rounded_once(num_tokens):
     y, last_state = computed[:2]
     assert_close([last_state], [exact_state], 1e-6)
     assert (y.double() - exact_y).norm() <= 2**-8 * exact_y.norm()
+
+
+@pytest.mark.parametrize("decays", DECAYS)
+def test_the_form_for_a_gpu(decays):
+    """In float32 nothing is rounded; bfloat16 operands cost about the rounding of the output."""
+    single = problem(300, decays, torch.float32)
+    rounded = [
+        value.detach().to(torch.bfloat16 if number in (0, 3, 4) else torch.float32).requires_grad_()
+        for number, value in enumerate(single)
+    ]
+    double, double_rounded = (
+        [value.detach().double().requires_grad_() for value in inputs]
+        for inputs in (single, rounded)
+    )
+    starts = starts_of(300, share=0.02)
+    expected = results(recurrence, double, starts=starts)
+    expected_rounded = results(recurrence, double_rounded, starts=starts)
+
+    with on_gpu():
+        computed = results(chunked_ssd, single, starts_BT=starts)
+        computed_rounded = results(chunked_ssd, rounded, starts_BT=starts)
+
+    assert_close(computed, expected, 1e-5)
+    errors = relative_errors(computed_rounded, expected_rounded)
+    assert 1e-3 < errors[0]  # the output is rounded
+    assert max(errors) < 2e-2  # so is the output's gradient
 
 
 def test_transformers_chunk_scan_is_equal():
