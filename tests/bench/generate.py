@@ -308,7 +308,6 @@ def decode_block(run: Generate, prompts: Prompts, num_new: int) -> Block:
     """Return a block that is the time to the first token, and that per later one."""
 
     def block() -> Seconds:
-        gc.collect()
         first_s = seconds_of(partial(run, prompts, 1))
         all_s = seconds_of(partial(run, prompts, 1 + num_new))
         return {PREFILL: first_s, DECODE: (all_s - first_s) / num_new}
