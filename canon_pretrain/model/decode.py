@@ -216,7 +216,7 @@ class _BatchDecoder:
             self.num_tokens += 1
 
         # the host waits here
-        if not torch.stack(finite_S).all():
+        if torch.stack(finite_S).logical_not().any():
             raise logits_not_finite()
         tokens = torch.stack(tokens_SB).tolist()
         if not self._has_logps:
