@@ -399,7 +399,9 @@ class Renamed(nn.Module):
         if place is None:
             return super().__getattr__(name)
         owner = self if place.owner is None else place.owner
-        return getattr(owner, place.name)
+        # found here, a module takes half the time: of each token and layer there are some twenty
+        module = owner.__dict__["_modules"].get(place.name)
+        return getattr(owner, place.name) if module is None else module
 
     def __reduce__(self) -> Any:
         # a class that is made at run time is pickled by the class of model/

@@ -92,15 +92,23 @@ class CanonMemory:
         return taps_KC[:, None, None].contiguous()
 
     def read(
-        self, parts: Parts, weight_C1K: Tensor, segments_BN: Segments = None, backend: str = "auto"
+        self,
+        parts: Parts,
+        weight: Callable[[], Tensor],
+        segments_BN: Segments = None,
+        backend: str = "auto",
     ) -> Parts:
-        """Append `parts`, in the last segment if None; return their outputs."""
+        """Append `parts`, in the last segment if None; return their outputs.
+
+        `weight`: returns the weight, [C, 1, K], which a single token has no need of.
+        """
         # A token that all sites read together; otherwise the step's sums are not this site's.
         if self._step is not None:
             if self._step.is_open and not torch.compiler.is_compiling():
                 return self._read_in_step(self._step, parts)
             self._step.is_stale = True
 
+        weight_C1K = weight()
         self._widths = [part.shape[2] for part in parts]
         if torch.is_grad_enabled():  # the weight may be another tensor than at first
             self._taps_K11C = self._taps(weight_C1K, parts[0])
@@ -117,13 +125,13 @@ class CanonMemory:
         outputs = tuple(
             canon(
                 part,
-                weight,
+                part_weight,
                 residual=self._residual,
                 activation=self._activation,
                 segments_BN=segments_BN,
                 backend=backend,
             )
-            for part, weight in zip(parts, weight_C1K.split(self._widths), strict=True)
+            for part, part_weight in zip(parts, weight_C1K.split(self._widths), strict=True)
         )
         if self._has_tokens:
             outputs = self._after_past(parts, outputs, segments_BN)

@@ -6,8 +6,9 @@ before the output projection, and X the input of the layer.
 
 Learned biases of scores by distance are those of Inkling, `InklingRelativeLogits` of transformers.
 
-Rotation is of interleaved pairs (0,1), (2,3), .. as torchtitan's and lingua's, in real arithmetic:
-torch.compile generates no code for complex numbers.
+Rotation is of interleaved pairs (0,1), (2,3), .. as torchtitan's and lingua's: in inference one
+product of complex numbers, else in real arithmetic, as torch.compile generates no code for complex
+numbers.
 
 Shapes: B batch, T tokens, S tokens seen, D hidden, H heads, G key-value heads, K head dim, R
 rotated pairs of a head (rope_dim / 2), C channels of relative states, E distances with a bias.
@@ -74,6 +75,33 @@ def apply_rope(x_BTHK: Tensor, cos_TR: Tensor, sin_TR: Tensor, rope_heads: int) 
     return y_BTHK
 
 
+def apply_turns(x_BTHK: Tensor, turn_T1R: Tensor, rope_heads: int) -> Tensor:
+    """Compute `apply_rope` by complex numbers: a fifth of its time for one token, on a CPU.
+
+    `turn_T1R`: cos + i sin, complex64; or of each row, [B, T, 1, R].
+    """
+    _, _, num_heads, head_dim = x_BTHK.shape
+    rope_dim = 2 * turn_T1R.shape[-1]
+    rotating = x_BTHK
+    if rope_heads < num_heads:
+        rotating = rotating.narrow(2, 0, rope_heads)
+    if rope_dim < head_dim:
+        rotating = rotating.narrow(3, 0, rope_dim)
+
+    # (a + i b) (cos + i sin)
+    dtype = torch.promote_types(x_BTHK.dtype, torch.float32)
+    pairs_BTHR2 = torch.unflatten(rotating.to(dtype), -1, (-1, 2))
+    turned_BTHR = torch.view_as_complex(pairs_BTHR2) * turn_T1R
+    y_BTHK = torch.view_as_real(turned_BTHR).flatten(-2).to(x_BTHK.dtype)
+
+    # the other dims of these heads, and the other heads
+    if rope_dim < head_dim:
+        y_BTHK = torch.cat((y_BTHK, x_BTHK[:, :, :rope_heads, rope_dim:]), dim=3)
+    if rope_heads < num_heads:
+        y_BTHK = torch.cat((y_BTHK, x_BTHK[:, :, rope_heads:]), dim=2)
+    return y_BTHK
+
+
 class Rope(nn.Module):
     """The rotation, with float32 tables, shared by all blocks; FSDP2 would cast table arguments."""
 
@@ -95,6 +123,7 @@ class Rope(nn.Module):
         cos_TR, sin_TR = rope_tables(args.max_seq_len, args.rope_dim, args.rope_theta)
         self.cos_TR = cos_TR.to(device)
         self.sin_TR = sin_TR.to(device)
+        self._last: tuple[object, Tensor] | None = None  # see `_turns`
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
@@ -107,19 +136,44 @@ class Rope(nn.Module):
         """Return cos_TR and sin_TR, which are on the device of the tokens."""
         return self.cos_TR, self.sin_TR
 
-    def forward(self, x_BTHK: Tensor, start: int | Tensor = 0) -> Tensor:
-        """Return q or k rotated to the positions start, start + 1, ..
+    def forward(
+        self, q_BTHK: Tensor, k_BTGK: Tensor, start: int | Tensor = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Return q and k rotated to the positions start, start + 1, ..
 
         A tensor is the position of one token, [1], or of one token of each row, [B, 1].
         """
-        rope_heads = x_BTHK.shape[2] // self.args.rope_share
-        rows: slice | Tensor
-        if isinstance(start, Tensor):
-            rows = start
-        else:
-            rows = slice(start, start + x_BTHK.shape[1])
+        rope_share = self.args.rope_share
+        q_heads = q_BTHK.shape[2] // rope_share
+        k_heads = k_BTGK.shape[2] // rope_share
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            cos_TR, sin_TR = self._rows(start, q_BTHK)
+            q_BTHK = apply_rope(q_BTHK, cos_TR, sin_TR, q_heads)
+            return q_BTHK, apply_rope(k_BTGK, cos_TR, sin_TR, k_heads)
+
+        turn_T1R = self._turns(start, q_BTHK)
+        return apply_turns(q_BTHK, turn_T1R, q_heads), apply_turns(k_BTGK, turn_T1R, k_heads)
+
+    def _rows(self, start: int | Tensor, x_BTHK: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin at the positions of the tokens of `x_BTHK`."""
         cos_TR, sin_TR = self.tables(x_BTHK.device)
-        return apply_rope(x_BTHK, cos_TR[rows], sin_TR[rows], rope_heads)
+        if isinstance(start, Tensor):
+            return cos_TR[start], sin_TR[start]
+        rows = slice(start, start + x_BTHK.shape[1])
+        return cos_TR[rows], sin_TR[rows]
+
+    def _turns(self, start: int | Tensor, x_BTHK: Tensor) -> Tensor:
+        """Return cos + i sin at these positions, [T, 1, R] or [B, T, 1, R]."""
+        # all layers read the same tokens: the numbers of the last call are kept
+        span = None if isinstance(start, Tensor) else (start, x_BTHK.shape[1], x_BTHK.device)
+        last = self._last
+        if span is not None and last is not None and last[0] == span:
+            return last[1]
+
+        turn_T1R = torch.complex(*self._rows(start, x_BTHK)).unsqueeze(-2)
+        if span is not None:
+            self._last = (span, turn_T1R)
+        return turn_T1R
 
 
 def num_readers(args: ModelArgs) -> int:
@@ -235,16 +289,18 @@ class Attention(nn.Module):
         q = canon_or_same(self.canon_q, q, context, source_BTD)
         k = canon_or_same(self.canon_k, k, context, source_BTD)
         v = canon_or_same(self.canon_v, v, context, source_BTD)
-        q_BTHK, k_BTGK, v_BTGK = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))
+        # torch's function, as the method of tensors is slower Python around it
+        head_shape = (-1, self.head_dim)
+        q_BTHK = torch.unflatten(q, -1, head_shape)
+        k_BTGK = torch.unflatten(k, -1, head_shape)
+        v_BTGK = torch.unflatten(v, -1, head_shape)
         if self.qk_norm == "per_head":
             q_BTHK = self.q_norm(q_BTHK)
             k_BTGK = self.k_norm(k_BTGK)
 
         # The rotation, to the positions after those in the cache.
         if self.rope is not None:
-            start = 0 if context.cache is None else context.cache.next_position
-            q_BTHK = self.rope(q_BTHK, start)
-            k_BTGK = self.rope(k_BTGK, start)
+            q_BTHK, k_BTGK = self.rope(q_BTHK, k_BTGK, context.position)
         return q_BTHK, k_BTGK, v_BTGK
 
     def _fused_heads(

@@ -85,7 +85,7 @@ class CausalFilter(nn.Module):
         segments_BN = context.segments_BN
         if context.cache is not None:
             memory = self._static_memory(context.cache, parts[0])
-            return memory.read(parts, self.taps(), segments_BN, self.backend)
+            return memory.read(parts, self.taps, segments_BN, self.backend)
 
         # A kernel per part, such as q, k and v, with the rows of its channels.
         weights = self._split_by_part(self.taps(), parts)

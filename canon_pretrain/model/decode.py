@@ -16,6 +16,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -29,6 +30,8 @@ TOKENS_PER_READ = {"cuda": 16}
 """Tokens of each row that are generated before the host reads them, by device (others: 1)."""
 FIXED_DEVICES = ("cuda",)
 """Where steps are written in place, into a cache of fixed size, so that they can be captured."""
+IDS_PER_BLOCK = 128
+"""In which the likeliest token is searched for, on a CPU."""
 MIN_FIXED_STEPS = 32
 """A capture takes about as long as some tens of steps save."""
 
@@ -199,12 +202,12 @@ class _BatchDecoder:
             # ids past `vocab_size` only pad the vocabulary
             logits_BV = self._logits_BV[:, : self._vocab_size]
             if self._draws_BT is None:
-                self._tokens_B = logits_BV.argmax(-1)
+                self._tokens_B, is_finite = likeliest(logits_BV)
             else:
                 draws_B = self._draws_BT[:, self.num_tokens]
                 self._tokens_B, is_finite = sample(logits_BV, draws_B, self._sampling)
-                finite_S.append(is_finite)
             tokens_SB.append(self._tokens_B)
+            finite_S.append(is_finite)
 
             # by softmax over all logits
             if self._has_logps:
@@ -213,7 +216,7 @@ class _BatchDecoder:
             self.num_tokens += 1
 
         # the host waits here
-        if finite_S and not torch.stack(finite_S).all():
+        if torch.stack(finite_S).logical_not().any():
             raise logits_not_finite()
         tokens = torch.stack(tokens_SB).tolist()
         if not self._has_logps:
@@ -319,6 +322,27 @@ def sample_generator(item: int, number: int) -> torch.Generator:
 def logits_not_finite() -> UserError:
     """Return the error of logits from which no token can be chosen."""
     return UserError("generate.logits_not_finite", "the model's logits are not finite")
+
+
+def likeliest(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the likeliest token per row, int64 [B], and whether its logits are finite.
+
+    The lowest id among equals. Of several rows on a CPU, torch's argmax takes 20 times as long as
+    amax, 1.5 ms for 8 rows of 32,000: so the largest logit of each block of ids is found first.
+    """
+    if logits_BV.device.type != "cpu":
+        top_B, tokens_B = logits_BV.max(-1)
+        return tokens_B, top_B.isfinite().all()
+
+    num_rows, num_ids = logits_BV.shape
+    if num_missing := -num_ids % IDS_PER_BLOCK:
+        logits_BV = F.pad(logits_BV, (0, num_missing), value=-torch.inf)
+    blocks_BNX = logits_BV.unflatten(-1, (-1, IDS_PER_BLOCK))
+    tops_BN = blocks_BNX.amax(-1)
+    block_B = tops_BN.argmax(-1)
+    logits_BX = blocks_BNX[torch.arange(num_rows), block_B]
+    tokens_B = block_B * IDS_PER_BLOCK + logits_BX.argmax(-1)
+    return tokens_B, tops_BN.amax(-1).isfinite().all()  # of NaN, the largest is NaN
 
 
 def sample(logits_BV: Tensor, draws_B: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ length, P = K - 1 earlier inputs, K taps, C channels of a site, S channels of al
 D hidden.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Self
 
@@ -200,13 +200,17 @@ class SiteMemory(CanonMemory):
         self._taps_KC: Tensor | None = None
 
     def read(
-        self, parts: Parts, weight_C1K: Tensor, segments_BN: Segments = None, backend: str = "auto"
+        self,
+        parts: Parts,
+        weight: Callable[[], Tensor],
+        segments_BN: Segments = None,
+        backend: str = "auto",
     ) -> Parts:
         """Return the outputs of the tokens, [1, N, C] each; of a group, [R, T, C]."""
         assert segments_BN is None
         x_BTC = join(parts, dim=-1)
         if self._taps_KC is None:
-            self._taps_KC = self._taps(weight_C1K, x_BTC)[:, 0, 0]
+            self._taps_KC = self._taps(weight(), x_BTC)[:, 0, 0]
         y_NC = self._state.mixed(x_BTC.flatten(0, 1), self._taps_KC, self._first_channel)
         y_BTC = self._activated(y_NC.view(x_BTC.shape), x_BTC)
         return y_BTC.split([part.shape[-1] for part in parts], dim=-1)

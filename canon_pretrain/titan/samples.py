@@ -92,6 +92,9 @@ class TextSamples:
         answers: list[list[int]] = [[] for _ in self._prompts]
         fields: dict[str, Any] = {}
         temperature = self._config.temperature
+        generators = None
+        if temperature:
+            generators = [sample_generator(step, k) for k in range(len(self._prompts))]
         model.eval()  # experts drop no tokens
         try:
             # compiled layers would be compiled again for every length
@@ -101,10 +104,8 @@ class TextSamples:
                     self._prompts,
                     max_new_tokens=self._config.max_tokens,
                     eos_id=self._eos_id,
-                    # the likeliest token is drawn from one: `sample` checks the logits
-                    temperature=temperature or 1.0,
-                    top_k=0 if temperature else 1,
-                    generator=[sample_generator(step, k) for k in range(len(self._prompts))],
+                    temperature=temperature,
+                    generator=generators,
                     vocab_size=self._vocab_size,
                 )
         except UserError as error:

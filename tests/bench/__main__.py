@@ -57,7 +57,7 @@ COMMANDS = {
         ("--sets", "AC", "ABCD", "--pairs", "5", "--new-tokens", "32"),
     ),
     "transformers": Command(
-        "tests.bench.generate", "generation over that of transformers, on one export"
+        "tests.bench.generate", "decoding over that of transformers' Llama of equal size"
     ),
     "canon": Command(
         "tests.bench.kernels", "each Canon kernel alone: time and bytes", ("--pairs", "5")

@@ -1,4 +1,4 @@
-"""The cost of Canon in generation: each set against the same model without Canon.
+"""The cost of Canon in generation: each set against the same model without Canon, or Llama.
 
 `model/decode.py` generates greedily; the time to the first token is prefill, the time per later
 token decoding. See `timing.compare_candidates` for the order.
@@ -7,16 +7,19 @@ token decoding. See `timing.compare_candidates` for the order.
 import argparse
 import gc
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from canon_pretrain.core.cli import positive
 from canon_pretrain.core.terminal import Console
-from canon_pretrain.hf.loading import load_model, load_transformers
+from canon_pretrain.hf.classes import to_hf
+from canon_pretrain.hf.config import llama_fields, to_fields
+from canon_pretrain.hf.modeling_canon import LlamaCanonConfig, LlamaCanonForCausalLM
+from canon_pretrain.hf.reading import interleave_orders
 from canon_pretrain.model.counts import num_parameters
 from canon_pretrain.model.decode import generate
 from canon_pretrain.model.transformer import Transformer
@@ -25,12 +28,14 @@ from tests.bench import tables, variants
 from tests.bench.limits import Machine
 from tests.bench.timing import (
     BASE,
+    Block,
     Candidate,
     Seconds,
-    compare_steps,
     gc_disabled,
     now,
+    seconds_of,
     synchronize,
+    time_pairs,
 )
 from tests.bench.variants import Log, Result, Variant
 
@@ -74,7 +79,8 @@ def measure(arguments: argparse.Namespace, machine: Machine, log: Log) -> Result
         log(f"{variant.name} ...")
         args = variants.with_canon(work.args, variant.canon_set)
         model = random_model(args, work.device, work.dtype, canon_backend=variant.backend)
-        counts = {b: operators_per_token(model, texts, machine) for b, texts in prompts.items()}
+        run = partial(generate_by_decoder, model)
+        counts = {b: operators_of(run, texts, machine) for b, texts in prompts.items()}
 
         def block() -> dict[str, float]:
             times: dict[str, float] = {}
@@ -132,15 +138,6 @@ def time_generation(
     return {PREFILL: stamps[0] - begin, DECODE: (stamps[-1] - stamps[0]) / max(1, len(stamps) - 1)}
 
 
-def operators_per_token(
-    model: Transformer, prompts: Sequence[Sequence[int]], machine: Machine
-) -> float:
-    """Return operators (on a GPU: kernels) per decoding step."""
-    of_nine = machine.count_operators(partial(generate, model, prompts, max_new_tokens=9))
-    of_one = machine.count_operators(partial(generate, model, prompts, max_new_tokens=1))
-    return (of_nine - of_one) / 8
-
-
 def print_result(result: dict[str, Any], console: Console) -> None:
     columns: tables.Columns = {
         "batch": lambda row: str(row["batch"]),
@@ -165,51 +162,184 @@ def print_result(result: dict[str, Any], console: Console) -> None:
     tables.print_table(console, result["rows"], columns, line)
 
 
-# -- beside transformers
+# -- over transformers
 
 
 def add_transformers_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("export", type=Path, help="an exported folder")
-    parser.add_argument("--pairs", type=positive, default=7, help="(default: %(default)s)")
+    shapes = dict.fromkeys(("cuda", "cpu"), (0, 0))  # set by the options below
+    # Llama has RoPE
+    defaults: dict[str, Any] = {"sets": ["ABCD"], "pairs": 9, "position": "rope"}
+    variants.add_options(parser, ["sets", "pairs"], shapes=shapes, micro_batch=None, **defaults)
     add_shape_options(parser, batches=[1, 8])
+    parser.set_defaults(prompt_tokens=64, new_tokens=48)
 
 
 def measure_transformers(arguments: argparse.Namespace, machine: Machine, log: Log) -> Result:
-    """Compare whole greedy generations of one export, with a cache in both."""
-    ours = load_model(arguments.export, machine.device)
-    theirs = load_transformers(arguments.export, machine.device)
-    num_new = arguments.new_tokens
-    generator = torch.Generator().manual_seed(0)
+    """Compare greedy decoding, without and with Canon, with transformers' Llama of equal size.
+
+    Our decoder is compared with a bare loop around Llama's forward pass and with its `generate`;
+    the class of our exports in transformers with the latter. All have the same weights in the same
+    memory, caches that grow, SDPA, and no rule that stops them before the last token.
+    """
+    arguments.tokens = arguments.prompt_tokens + arguments.new_tokens
+    work = variants.workload(arguments, machine)
+    llama = llama_model(random_model(work.args, work.device, work.dtype))
+    bases = {"loop": partial(generate_in_loop, llama), "generate": partial(hf_generate, llama)}
 
     rows = []
-    for batch in arguments.batches:
-        shape = (batch, arguments.prompt_tokens)
-        prompts = torch.randint(3, ours.args.vocab_size, shape, generator=generator).tolist()
-        run_ours = partial(generate, ours, prompts, max_new_tokens=num_new)
-        run_theirs = partial(theirs, prompts, num_new)
-        num_equal = sum(a == b for a, b in zip(run_ours(), run_theirs(), strict=True))
-        log(f"batch {batch}: {num_equal} of {batch} answers are equal")
-        times = compare_steps(run_ours, run_theirs, pairs=arguments.pairs, block_s=0.0)
-        rows.append({"batch": batch, "tokens": batch * num_new, "equal": num_equal, **times})
+    for canon_set in ("", *variants.normalize_canon_sets(arguments.sets)):
+        ours = random_model(variants.with_canon(work.args, canon_set), work.device, work.dtype)
+        share_weights(ours, llama)
+        export = export_model(ours)
+        decoder = partial(generate_by_decoder, ours)
+        pairs = {
+            "our decoder / its loop": (bases["loop"], decoder),
+            "our decoder / its generate": (bases["generate"], decoder),
+            "our export / its generate": (bases["generate"], partial(hf_generate, export)),
+        }
+        for batch, (name, (base, other)) in itertools.product(arguments.batches, pairs.items()):
+            log(f"{canon_set or 'no Canon'}, {name}, batch {batch} ...")
+            prompts = random_prompts(work.args.vocab_size, batch, arguments.prompt_tokens)
+            answers = [run(prompts, arguments.new_tokens) for run in (base, other)]
+            num_equal = sum(ours == theirs for ours, theirs in zip(*answers, strict=True))
+            blocks = [decode_block(run, prompts, arguments.new_tokens) for run in (base, other)]
+            row = {
+                "canon_set": canon_set,
+                "batch": batch,
+                "pair": name,
+                "equal": num_equal,
+                "operators": operators_of(other, prompts, machine),
+                "base_operators": operators_of(base, prompts, machine),
+                **time_pairs(*blocks, arguments.pairs)[DECODE],
+            }
+            rows.append(row)
     return {
-        "parameters": num_parameters(ours.args),
+        **work.facts(),
         "prompt_tokens": arguments.prompt_tokens,
-        "new_tokens": num_new,
+        "new_tokens": arguments.new_tokens,
+        "operators_are": "kernels" if machine.on_gpu else "operators",
         "rows": rows,
     }
+
+
+Prompts = Sequence[Sequence[int]]
+Generate = Callable[[Prompts, int], list[list[int]]]
+
+
+def random_prompts(vocab_size: int, batch: int, num_tokens: int) -> Prompts:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(vocab_size, (batch, num_tokens), generator=generator).tolist()
+
+
+def llama_model(ours: Transformer) -> Any:
+    """Return transformers' Llama with the weights of our model, which it shares with it.
+
+    All but those of Q and K, whose rows it has in another order.
+    """
+    fields = llama_fields(ours.args)
+    assert fields is not None
+    config = transformers.AutoConfig.for_model(**fields)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+
+    orders = interleave_orders(ours.args)
+    state = {}
+    for name, tensor in ours.state_dict().items():
+        if name in orders:
+            tensor = tensor[orders[name].argsort()]
+        state[to_hf(name, "llama")] = tensor
+    model.load_state_dict(state, assign=True)
+    return model.to(ours.tok_embeddings.weight.device).eval()
+
+
+def share_weights(ours: Transformer, llama: Any) -> None:
+    """Let our model have the weights of `llama`, in the same memory where the order is the same."""
+    state = ours.state_dict()
+    theirs = llama.state_dict()
+    orders = interleave_orders(ours.args)
+    for name in state:
+        their_name = to_hf(name, "llama")
+        if their_name in theirs:
+            tensor = theirs[their_name]
+            state[name] = tensor[orders[name]] if name in orders else tensor
+    ours.load_state_dict(state, assign=True)
+
+
+def export_model(ours: Transformer) -> Any:
+    """Return the class of our exports with the weights of our model."""
+    model = LlamaCanonForCausalLM(LlamaCanonConfig(**to_fields(ours.args)))
+    state = {to_hf(name): tensor for name, tensor in ours.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    return model.to(ours.tok_embeddings.weight.device).eval()
+
+
+def generate_by_decoder(model: Transformer, prompts: Prompts, num_new: int) -> list[list[int]]:
+    num_tokens = sum(map(len, prompts)) + len(prompts) * num_new
+    return generate(model, prompts, max_new_tokens=num_new, batch_tokens=num_tokens)
+
+
+def hf_generate(model: Any, prompts: Prompts, num_new: int) -> list[list[int]]:
+    """Generate by transformers' `generate`, which stops at the number of tokens only."""
+    prompts_BT = torch.tensor(prompts, device=model.device)
+    answers_BT = model.generate(
+        prompts_BT,
+        attention_mask=torch.ones_like(prompts_BT),
+        max_new_tokens=num_new,
+        do_sample=False,
+        eos_token_id=None,
+    )
+    return answers_BT[:, prompts_BT.shape[1] :].tolist()
+
+
+@torch.no_grad()
+def generate_in_loop(model: Any, prompts: Prompts, num_new: int) -> list[list[int]]:
+    """Generate by nothing but a model's forward passes with its cache."""
+    tokens_BT = torch.tensor(prompts, device=model.device)
+    cache = None
+    answers = []
+    for _ in range(num_new):
+        output = model(tokens_BT, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache = output.past_key_values
+        tokens_BT = output.logits[:, -1].argmax(-1, keepdim=True)
+        answers.append(tokens_BT)
+    return torch.cat(answers, dim=1).tolist()
+
+
+def decode_block(run: Generate, prompts: Prompts, num_new: int) -> Block:
+    """Return a block that is the time to the first token, and that per later one."""
+
+    def block() -> Seconds:
+        first_s = seconds_of(partial(run, prompts, 1))
+        all_s = seconds_of(partial(run, prompts, 1 + num_new))
+        return {PREFILL: first_s, DECODE: (all_s - first_s) / num_new}
+
+    return block
+
+
+def operators_of(run: Generate, prompts: Prompts, machine: Machine) -> float:
+    """Return operators (on a GPU: kernels) per decoding step."""
+    of_nine = machine.count_operators(partial(run, prompts, 9))
+    of_one = machine.count_operators(partial(run, prompts, 1))
+    return (of_nine - of_one) / 8
 
 
 def print_transformers(result: dict[str, Any], console: Console) -> None:
     columns: tables.Columns = {
         "batch": lambda row: str(row["batch"]),
-        "tokens/s": lambda row: f"{row['tokens'] / row['base_s']:,.0f}",
-        "transformers": lambda row: f"{row['tokens'] / row['other_s']:,.0f}",
-        "ratio": lambda row: f"{row['ratio']:.2f}",
-        "10th to 90th": lambda row: f"{row['ratio_low']:.2f} to {row['ratio_high']:.2f}",
+        "Canon": lambda row: row["canon_set"] or "none",
+        "ours / Llama's": lambda row: row["pair"],
+        "ms": lambda row: tables.ms(row["other_s"], 3),
+        "Llama ms": lambda row: tables.ms(row["base_s"], 3),
+        "over Llama": tables.extra,
+        "10th to 90th": tables.spread,
+        "target": lambda row: tables.verdict(tables.OVER_LLAMA, row),
+        f"{result['operators_are']} per step": lambda row: f"{row['operators']:.0f}",
+        "Llama's": lambda row: f"{row['base_operators']:.0f}",
+        "equal answers": lambda row: str(row["equal"]),
     }
     line = (
-        f"{result['parameters']:,} parameters, float32, prompts of {result['prompt_tokens']} "
-        f"tokens, answers of {result['new_tokens']}, greedy, prompts read included"
+        f"{result['model']}, {result['dtype']}, prompts of {result['prompt_tokens']} tokens, "
+        f"{result['new_tokens']} decoded greedily; ms per step of one token per row; medians of "
+        f"{result['rows'][0]['pairs']} pairs"
     )
     tables.print_table(console, result["rows"], columns, line)
 

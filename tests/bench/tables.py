@@ -38,6 +38,7 @@ class Target(NamedTuple):
 STEP = {"ABCD": Target((0.08, 0.05, 0.03)), "AC": Target((0.025, 0.015, 0.01))}  # 1.3B, on a GPU
 CPU_BLOCK = {"ABCD": Target((0.15, 0.10, 0.05))}  # compiled, 8L512D, float32
 GENERATION = {"ABCD": Target((0.10, 0.05, 0.03))}  # decoding
+OVER_LLAMA = {"": Target((0.0,)), "ABCD": Target((0.05,))}  # decoding, on a CPU
 SAVED_BYTES = {"ABCD": Target((4.0, 2.0, 2.0), unit="B")}  # a token, site and channel, bfloat16
 TRAINER = Target((0.03,))  # the trainer's step beyond a bare loop's
 

@@ -93,6 +93,9 @@ def test_all_continues_after_failures(run, monkeypatch, tmp_path):
 def test_generate_and_trainer_run(run):
     options = "--flavor debug --prompt-tokens 8 --new-tokens 4 --pairs 1"
     assert run("generate", *options.split())["bench"] == "generate"
+    rows = run("transformers", *options.split(), "--batches", 2)["rows"]
+    assert [(row["canon_set"], row["equal"]) for row in rows[:3]] == [("", 2)] * 3
+    assert {row["canon_set"] for row in rows[3:]} == {"ABCD"}
     options = f"--config {DEBUG} --repeats 2 --steps 1"
     assert run("trainer", *options.split())["bench"] == "trainer"
 

@@ -14,7 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from canon_pretrain.kernels.decode_step import CanonMemory
 from canon_pretrain.model import decode
 from canon_pretrain.model.cache import FIRST_CAPACITY, Cache
-from canon_pretrain.model.decode import DecodeStep, Sampling, generate, sample, sample_generator
+from canon_pretrain.model.decode import (
+    DecodeStep,
+    Sampling,
+    generate,
+    likeliest,
+    sample,
+    sample_generator,
+)
 from tests.support import refused
 from tests.variants import (
     BASE,
@@ -315,6 +322,22 @@ def test_logits_that_are_not_finite_are_refused_in_blocks_too(as_on_a_gpu):
     torch.nn.init.constant_(model.norm.weight, math.nan)
     with refused("generate.logits_not_finite"):
         answers_of(model, temperature=1.0, generator=torch.Generator().manual_seed(0))
+    with refused("generate.logits_not_finite"):
+        answers_of(model)
+
+
+@pytest.mark.parametrize("num_ids", [1, 127, 128, 300, 512])
+def test_the_likeliest_token_is_the_first_of_the_largest(num_ids):
+    logits = torch.randn(64, num_ids + 1, generator=torch.Generator().manual_seed(0))
+    coarse = logits[:, :num_ids].round()  # with equals, in rows that are no block of memory
+    tokens, is_finite = likeliest(coarse)
+    assert tokens.tolist() == [row.index(max(row)) for row in coarse.tolist()]
+    assert is_finite
+
+    # -inf is no choice, as of a token that was ruled out; the others are an error
+    for value, expected in ((-math.inf, num_ids > 1), (math.inf, False), (math.nan, False)):
+        coarse[3, num_ids // 2] = value
+        assert bool(likeliest(coarse)[1]) == expected
 
 
 def test_sampled_answers_do_not_depend_on_blocks(as_on_a_gpu, monkeypatch):

@@ -64,20 +64,46 @@ def test_rotation_continues_and_is_computed_in_float32(position):
     # reference_model.py has the angles
     x = torch.randn(2, 50, 4, 16, generator=torch.Generator().manual_seed(1))
     rope = Rope(replace(flavor("debug"), position=position))
-    y = rope(x)
+    y, y_of_k = rope(x, x[:, :, :2])
     assert torch.equal(y[:, 0], x[:, 0])
+    rotating_heads = 2 // rope.args.rope_share
+    assert torch.equal(y_of_k[:, :, :rotating_heads], y[:, :, :rotating_heads])
+    assert torch.equal(y_of_k[:, :, rotating_heads:], x[:, :, rotating_heads:2])
     assert not torch.equal(y[:, 1:], x[:, 1:])
 
     # a later start continues the angles
     for start in (1, 40):
-        assert torch.equal(rope(x[:, start:], start), y[:, start:])
+        assert torch.equal(rope(x[:, start:], x[:, start:], start)[0], y[:, start:])
 
     # bfloat16 is rotated in float32
     x_bfloat16 = x.bfloat16()
-    expected = rope(x_bfloat16.float()).bfloat16()
-    assert torch.equal(rope.to(torch.bfloat16)(x_bfloat16), expected)
+    expected = rope(x_bfloat16.float(), x)[0].bfloat16()
+    assert torch.equal(rope.to(torch.bfloat16)(x_bfloat16, x)[0], expected)
     assert rope.cos_TR.dtype == torch.float32
     assert not rope.state_dict()
+
+
+@pytest.mark.parametrize("position", ["rope", "partial_rope_a", "partial_rope_b", "partial_rope_c"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_inference_rotates_by_the_same_angles(position, dtype):
+    q = torch.randn(3, 7, 8, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
+    k = q[:, :, :4]
+    rope = Rope(replace(flavor("debug"), position=position))
+    # from position 0 on, later, and of rows at their own positions
+    rows_B1 = torch.tensor([[5], [0], [90]])
+    for start, num_tokens in ((0, 7), (0, 7), (40, 7), (41, 1), (rows_B1, 1), (rows_B1[:1, 0], 1)):
+        inputs = (q[:, :num_tokens], k[:, :num_tokens], start)
+        expected = rope(*inputs)
+        with torch.no_grad():
+            torch.testing.assert_close(rope(*inputs), expected)
+
+    # tables that have changed, such as after `to_empty`, are read again
+    with torch.no_grad():
+        before, _ = rope(q, k, 3)
+        rope.args = replace(rope.args, rope_theta=100.0)
+        rope.reset(torch.device("cpu"))
+        after, _ = rope(q, k, 3)
+    assert not torch.equal(before, after)
 
 
 def _relative_error(computed, expected, floor=0.0):
