@@ -46,7 +46,8 @@ from canon_pretrain.hf.inkling import INKLING
 from canon_pretrain.hf.loading import find_tokenizer, run_data
 from canon_pretrain.hf.mamba2 import MAMBA2
 from canon_pretrain.hf.qwen3_next import QWEN3_NEXT
-from canon_pretrain.hf.reading import CONFIG, interleave_orders, meta_weights
+from canon_pretrain.hf.reading import CONFIG, meta_weights
+from canon_pretrain.hf.rotary_rows import interleave_orders
 from canon_pretrain.hf.tokenizer_files import llama_cpp_reads, sentencepiece_file, tokenizer_files
 from canon_pretrain.model.args import ModelArgs, map_mixers
 from canon_pretrain.model.counts import num_parameters, state_bytes, state_size
