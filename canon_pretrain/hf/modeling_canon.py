@@ -30,6 +30,7 @@ from transformers.modeling_layers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
+from transformers.quantizers import AutoQuantizationConfig
 from transformers.utils import can_return_tuple, logging
 
 from canon_pretrain.hf.config import (
@@ -540,8 +541,13 @@ SMALL_LINEAR = ("mlp.gate", "smear.gate", "self_attn.a_proj", "self_attn.b_proj"
 
 
 def _without_small_layers(quantization: Any) -> Any:
-    """Return the config of torchao or bitsandbytes that leaves out SMALL_LINEAR as well."""
+    """Return the config of torchao or bitsandbytes that leaves out SMALL_LINEAR as well.
+
+    As a dict it lacks the fields that are not set, so transformers makes the object first.
+    """
     changed = copy.deepcopy(quantization)
+    if isinstance(changed, dict):
+        changed = AutoQuantizationConfig.from_dict(changed)
     for field in ("modules_to_not_convert", "llm_int8_skip_modules"):
         if hasattr(changed, field):
             left_out = getattr(changed, field)
