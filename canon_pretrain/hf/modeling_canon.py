@@ -30,6 +30,7 @@ from transformers.modeling_layers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
+from transformers.quantizers import AutoQuantizationConfig
 from transformers.utils import can_return_tuple, logging
 
 from canon_pretrain.hf.config import (
@@ -542,8 +543,13 @@ SMALL_LINEAR = ("mlp.gate", "smear.gate", "self_attn.a_proj", "self_attn.b_proj"
 
 
 def _without_small_layers(quantization: Any) -> Any:
-    """Return the config of torchao or bitsandbytes that leaves out SMALL_LINEAR as well."""
+    """Return the config of torchao or bitsandbytes that leaves out SMALL_LINEAR as well.
+
+    As a dict it lacks the fields that are not set, so transformers makes the object first.
+    """
     changed = copy.deepcopy(quantization)
+    if isinstance(changed, dict):
+        changed = AutoQuantizationConfig.from_dict(changed)
     for field in ("modules_to_not_convert", "llm_int8_skip_modules"):
         if hasattr(changed, field):
             left_out = getattr(changed, field)
@@ -887,6 +893,19 @@ class LlamaCanonForCausalLM(LlamaCanonPreTrainedModel, GenerationMixin):
         is_assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
         if isinstance(cache, DecodingCache) and (is_assistant or is_assisted):
             cache.activate_past_recording()
+
+    def _valid_auto_compile_criteria(
+        self, model_kwargs: dict[str, Any], generation_config: Any
+    ) -> bool:
+        """Let `generate` compile the pass over a token if `compile_config` is set, on a CPU too.
+
+        Only then: the CUDA graphs of transformers' default have not been tried.
+        """
+        is_asked = generation_config.compile_config and not generation_config.disable_compile
+        if is_asked and isinstance(model_kwargs.get("past_key_values"), StaticDecodingCache):
+            return True
+        others = super()._valid_auto_compile_criteria  # type: ignore[misc]  # self is a Protocol
+        return others(model_kwargs, generation_config)
 
     @can_return_tuple
     def forward(

@@ -11,7 +11,6 @@ says so. Nothing is unpickled without an allow-list, no link out of the folder
 is followed. OUT is written under a temporary name and renamed.
 """
 
-import functools
 import json
 import os
 import re
@@ -38,6 +37,7 @@ from canon_pretrain.data.tokenizer import FILE_NAMES
 from canon_pretrain.hf import classes, lingua
 from canon_pretrain.hf.classes import CLASSES, MODEL_TYPES, REFUSED_TYPES, to_hf, to_ours
 from canon_pretrain.hf.config import HUGGINGFACE, layout, raise_unsupported
+from canon_pretrain.hf.rotary_rows import interleave_orders
 from canon_pretrain.hf.standard import Packed, TheirWeights
 from canon_pretrain.hf.writing import INDEX, folder_beside, unflatten
 from canon_pretrain.model.args import (
@@ -357,44 +357,6 @@ def meta_weights(args: ModelArgs) -> dict[str, Tensor]:
     with torch.device("meta"):
         model = Transformer(replace(args, max_seq_len=1))  # small rotary tables
     return dict(model.state_dict())
-
-
-def interleave_orders(args: ModelArgs) -> dict[str, Tensor]:
-    """Return by parameter name the order of rows that turns HUGGINGFACE's layout into LINGUA's.
-
-    Llama's code rotates dim i of a head with dim i + R/2, ours dim 2i with 2i + 1.
-    """
-    orders = {}
-    for i, layer in enumerate(args.layer_args):
-        if layer.mixer == "attention" and layer.rope_dim:
-            for name, order in _orders_of_layer(layer).items():
-                orders[f"layers.{i}.attention.{name}.weight"] = order
-    return orders
-
-
-@functools.cache
-def _orders_of_layer(args: ModelArgs) -> dict[str, Tensor]:
-    """Return `interleave_orders` of a layer with these arguments, by the names of modules."""
-    # Of one head: 0, R/2, 1, R/2 + 1, ...; dims from R on have no position and stay.
-    half = args.rope_dim // 2
-    rotated = torch.arange(args.rope_dim).view(2, half).T.flatten()
-    head_order = torch.cat((rotated, torch.arange(args.rope_dim, args.head_dim)))
-
-    # Of all heads, each of which has head_dim rows. A norm per head has the gains of one head.
-    q_dim, k_dim, v_dim = args.qkv_dims
-    q_order = (torch.arange(0, q_dim, args.head_dim)[:, None] + head_order).flatten()
-    k_order = (torch.arange(0, k_dim, args.head_dim)[:, None] + head_order).flatten()
-    orders = {"wq": q_order, "wk": k_order}
-    if args.qk_norm == "full":
-        orders |= {"q_norm": q_order, "k_norm": k_order}
-    if args.qk_norm == "per_head":
-        orders |= {"q_norm": head_order, "k_norm": head_order}
-
-    # Canon-B has the channels of Q, K and V, in this order.
-    if "B" in args.canon_set:
-        v_order = q_dim + k_dim + torch.arange(v_dim)
-        orders["canon_b"] = torch.cat((q_order, q_dim + k_order, v_order))
-    return orders
 
 
 def _num_equal_fields(args: ModelArgs, other: ModelArgs) -> int:

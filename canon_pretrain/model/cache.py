@@ -236,6 +236,15 @@ class LayerCache:
     def _numbers_per_key(self) -> int:
         return sum(buffer[:1, :, :1].numel() for buffer in self._buffers.values())
 
+    def select_states(self, rows_N: Tensor) -> None:
+        """Keep these rows of what does not grow with the text: states, and Canon's memories."""
+        self.states = {name: state[rows_N] for name, state in self.states.items()}
+        self.canon = {site: memory.select_rows(rows_N) for site, memory in self.canon.items()}
+
+
+class BlockCache(LayerCache):
+    """The cache of one block of a `Cache`, whose rows have read equally many tokens."""
+
     def fix(self, position: Tensor) -> None:
         """Write the next tokens in place, at `position`; see Cache.fix."""
         self._position = position
@@ -279,7 +288,7 @@ class LayerCache:
         is_full = self._window and self.start > self._window
         return not (self.canon or self.states or is_full)
 
-    def snapshot(self) -> "LayerCache":
+    def snapshot(self) -> "BlockCache":
         """Return a copy that later tokens of this cache do not change."""
         other = copy.copy(self)
         # slots of tokens are written once, except those of a ring
@@ -294,11 +303,6 @@ class LayerCache:
         """Keep these rows, in this order; repeats are allowed."""
         self._buffers = {name: buffer[rows_N] for name, buffer in self._buffers.items()}
         self.select_states(rows_N)
-
-    def select_states(self, rows_N: Tensor) -> None:
-        """Keep these rows of what does not grow with the text: states, and Canon's memories."""
-        self.states = {name: state[rows_N] for name, state in self.states.items()}
-        self.canon = {site: memory.select_rows(rows_N) for site, memory in self.canon.items()}
 
 
 class TokenCache:
@@ -400,11 +404,13 @@ class Cache(TokenCache):
     `windows`: of each block, the number of tokens that a token sees, or 0.
     """
 
+    layers: list[BlockCache]
+
     def __init__(
         self, num_layers: int, capacity: int = FIRST_CAPACITY, windows: Sequence[int] = ()
     ) -> None:
         windows = windows or [0] * num_layers
-        super().__init__([LayerCache(capacity, window) for window in windows], capacity)
+        super().__init__([BlockCache(capacity, window) for window in windows], capacity)
 
     @classmethod
     def of(cls, args: ModelArgs, capacity: int = FIRST_CAPACITY) -> "Cache":

@@ -29,6 +29,8 @@ from canon_pretrain.model.transformer import Transformer
 
 READ_TOKENS = {"cpu": 512, "cuda": 8192}
 """Prompt tokens between two steps of the rows, which wait for them."""
+MAX_PROMPTS = 16
+"""Prompts that are read then: a short one needs a pass of its own too."""
 
 ROW_TOLERANCE = 0.2
 """Of logits, in standard deviations: bfloat16 rounds to a tenth of it."""
@@ -329,7 +331,7 @@ class Scheduler:
             num_left = len(reading.request.prompt) - reading.num_read
             if num_left:
                 num_tokens = min(num_left, budget)
-                budget -= num_tokens
+                budget -= max(num_tokens, self._read_tokens // MAX_PROMPTS)
                 try:
                     self._read_part(reading, num_tokens)
                 except (UserError, RuntimeError) as error:  # the rows are as they were

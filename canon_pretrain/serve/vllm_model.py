@@ -32,7 +32,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.attention.selector import get_mamba_attn_backend
 
 from canon_pretrain.hf.config import HUGGINGFACE, layout, name_to_ours
-from canon_pretrain.hf.reading import interleave_orders
+from canon_pretrain.hf.rotary_rows import interleave_orders
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.cache import Context
 from canon_pretrain.model.transformer import Transformer, input_of_blocks

@@ -158,3 +158,15 @@ def test_a_users_list_of_modules_is_kept(tmp_path):
     names = quantized_names(model)
     assert "lm_head" in names and not any("self_attn" in name for name in names)
     assert config.modules_to_not_convert == [".*self_attn"]
+
+
+@pytest.mark.parametrize("package", ["torchao", "bitsandbytes"])
+def test_a_config_may_be_a_dict(package, tmp_path):
+    pytest.importorskip(package)
+    # with and without a list of modules
+    fields = torchao_config().to_dict() if package == "torchao" else {"load_in_8bit": True}
+    saved("gdn AC conv", tmp_path)
+
+    model = LlamaCanonForCausalLM.from_pretrained(tmp_path, quantization_config=fields)
+
+    assert quantized_names(model) == expected_names(model) != set()

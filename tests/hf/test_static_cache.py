@@ -7,8 +7,9 @@ from functools import partial
 import pytest
 import torch
 import torch.utils._pytree as pytree
+from torch._dynamo.backends.registry import lookup_backend
 from transformers.cache_utils import StaticCache
-from transformers.generation import GenerationConfig, GenerationMode
+from transformers.generation import CompileConfig, GenerationConfig, GenerationMode
 
 from canon_pretrain.hf.modeling_canon import DecodingCache, StaticDecodingCache
 from tests.hf_models import CLOSE, PLAIN, PROMPTS, decoded, padded, wrapped_model
@@ -24,6 +25,13 @@ EXPORTED = [
     "gdn ABCD dynamic",
     "window_alibi_docs",
     "nope ABC moe capacity",
+]
+COMPILED = [
+    ("nope ABCD", "eager"),
+    pytest.param("nope ABCD", "inductor", marks=pytest.mark.long),
+    ("gdn AC conv", "eager"),
+    ("window_alibi_docs", "eager"),
+    ("nope ABC moe capacity", "eager"),
 ]
 
 
@@ -102,6 +110,34 @@ def test_a_step_continues_from_the_leaves_of_a_static_cache(name):
     assert cache.get_seq_length() == end
 
 
+@pytest.mark.system
+@pytest.mark.filterwarnings("ignore")  # torch's, of its own compiler
+@pytest.mark.parametrize(("name", "backend"), COMPILED)
+@torch.no_grad()
+def test_generation_with_a_compiled_step(name, backend):
+    model, _ = wrapped_model(name)
+    ids, mask = padded(PROMPTS)
+    generate = partial(
+        model.generate, ids, attention_mask=mask, max_new_tokens=12, do_sample=False, **PLAIN
+    )
+    expected = generate()
+
+    torch.compiler.reset()
+    programs = []
+
+    def compile_program(graph, inputs):
+        programs.append(graph)
+        return lookup_backend(backend)(graph, inputs)
+
+    config = CompileConfig(backend=compile_program, mode=None, fullgraph=True)
+    for _ in range(2):
+        texts = generate(cache_implementation="static", compile_config=config)
+        assert torch.equal(texts, expected)
+
+    # of the first length, then of all others; with a window also once it is full
+    assert len(programs) <= 4
+
+
 @torch.no_grad()
 def exported_step(model, ids, cache):
     """Return a program of torch.export for a token after those in `cache`, saved and loaded."""
@@ -156,6 +192,28 @@ def test_an_exported_pass_over_a_prompt():
     longer = torch.cat((ids, ids[:, :3]), dim=1)
     more = model(ids[:, :3], past_key_values=filled.past_key_values)
     torch.testing.assert_close(more.logits, ours(longer)[:, NUM_PROMPT:], **CLOSE)
+
+
+@pytest.mark.system
+@pytest.mark.filterwarnings("ignore")
+@torch.no_grad()
+def test_programs_of_transformers_exporter():
+    exporters = pytest.importorskip("transformers.exporters")
+    model, ours = wrapped_model("nope ABCD")
+    ids = random_tokens(ours.args, rows=2, num_tokens=NUM_TOKENS)
+    whole = ours(ids)
+    cache = model.static_cache(NUM_TOKENS)
+    model(ids[:, :NUM_PROMPT], past_key_values=cache)
+    export = partial(exporters.DynamoExporter().export, model, config=exporters.DynamoConfig())
+
+    plain = export({"input_ids": ids})
+    step = export({"input_ids": ids[:, :1], "past_key_values": cache})
+
+    torch.testing.assert_close(plain(input_ids=ids).logits, whole, **CLOSE)
+    for start in range(NUM_PROMPT, NUM_TOKENS):
+        output = step(input_ids=ids[:, start : start + 1], past_key_values=cache)
+        cache = output.past_key_values
+        torch.testing.assert_close(output.logits[:, 0], whole[:, start], **CLOSE)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.model.decode import Sampling, generate, sample_generator
-from canon_pretrain.serve.scheduler import Request, Scheduler
+from canon_pretrain.serve.scheduler import MAX_PROMPTS, Request, Scheduler
 from tests.support import ROOT, refused
 from tests.variants import BASE, EOS_ID, build, random_tokens, variant
 
@@ -152,6 +152,24 @@ def test_log_probabilities_are_those_of_a_full_pass(read_tokens):
     assert len(only_prompt.listener.prompt) == 12
     assert only_prompt.listener.tokens == {}
     assert only_prompt.listener.reasons == {0: "length"}
+
+
+def test_rows_do_not_wait_for_many_short_prompts():
+    model = build(variant("rope ABCD gqa")).eval()
+    running = request(prompt_of(model.args, 9), 30)
+    scheduler = scheduler_of(model)
+    scheduler.submit([running])
+    scheduler.step()
+    short = [request(prompt_of(model.args, 2, seed=k), 0) for k in range(100)]
+    scheduler.submit(short)
+
+    for _ in range(3):
+        num_before = len(running.listener.ids())
+        num_ended = sum(bool(one.listener.reasons) for one in short)
+        scheduler.step()
+        assert len(running.listener.ids()) == num_before + 1
+        assert sum(bool(one.listener.reasons) for one in short) == num_ended + MAX_PROMPTS
+    run(scheduler)
 
 
 def test_cancelled_requests_free_their_rows_and_change_nothing():
