@@ -82,6 +82,7 @@ def _run(argv: list[str], *, quiet: bool) -> None:
     from canon_pretrain.titan.data import open_data
     from canon_pretrain.titan.job_config import check_cpu_offload, micro_batch_size, shard_degree
     from canon_pretrain.titan.launch import checkpoints_outside, prepare_folder
+    from canon_pretrain.titan.optimizers import parameter_groups
     from canon_pretrain.titan.trainer import CanonTrainer
 
     rank = int(os.environ["RANK"])
@@ -105,6 +106,8 @@ def _run(argv: list[str], *, quiet: bool) -> None:
     notes = []
     if os.environ["LOCAL_RANK"] == "0":  # the node's other ranks receive it by broadcast
         data = open_data(job)
+        if job.optimizer.groups:  # of whose patterns only the model tells what they match
+            parameter_groups(job.optimizer, dry_run.on_meta(job.model_args))
         machine = dry_run.this_machine(int(os.environ["LOCAL_WORLD_SIZE"]))
         if job.compile.enable:
             device.check_compiler_cache(device.CACHE_BYTES)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from canon_pretrain.kernels.backends import BACKENDS, MIXER_BACKENDS
 from canon_pretrain.model.args import CHOICES, FLAVORS, MIXERS
 from canon_pretrain.model.attend import BACKENDS as ATTENTION_BACKENDS
+from canon_pretrain.run.identity import GROUPS
 from canon_pretrain.synthetic.tasks import TASKS
 from canon_pretrain.titan.job_config import OPTIMIZERS, UNSUPPORTED, CanonJobConfig
 from canon_pretrain.titan.keys import SHORT_HELP
@@ -45,7 +46,8 @@ def add_keys(parser: argparse.ArgumentParser) -> None:
 def keys_of(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted name and the type of each supported key of a section."""
     for name, kind in typing.get_type_hints(section).items():
-        if prefix + name in (*UNSUPPORTED, "job.config_file"):  # the latter is in options_parser
+        # config_file is in options_parser, groups are tables
+        if prefix + name in (*UNSUPPORTED, "job.config_file", GROUPS):
             continue
         if dataclasses.is_dataclass(kind):
             yield from keys_of(kind, f"{prefix}{name}.")

@@ -19,11 +19,18 @@ from canon_pretrain.core.files import find_record, write_json
 from canon_pretrain.core.lock import live_holder
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.model.args import ModelArgs, fill_model, flavor, to_json
-from canon_pretrain.run.config import build, check_section, check_type, merge, read_experiment
+from canon_pretrain.run.config import (
+    build,
+    build_tables,
+    check_section,
+    check_type,
+    merge,
+    read_experiment,
+)
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.identity import IDENTITY, differences
-from canon_pretrain.run.limits import OPTIMIZERS, check_limits, schedule_faults
-from canon_pretrain.run.sections import Data, Sections, Training
+from canon_pretrain.run.identity import GROUPS, IDENTITY, differences, group_identity
+from canon_pretrain.run.limits import OPTIMIZERS, check_groups, check_limits, schedule_faults
+from canon_pretrain.run.sections import Data, ParameterGroup, Sections, Training
 from canon_pretrain.run.setting import option_key
 from canon_pretrain.synthetic.tasks import TaskSection, build_task
 
@@ -120,6 +127,7 @@ def check_values(values: Values) -> None:
     check_limits(dotted)
 
     check_choice("optimizer.name", _section("optimizer", values)["name"], OPTIMIZERS)
+    check_groups(_groups(values))
     planned_identity(values)
     schedule = SimpleNamespace(**_section("lr_scheduler", values))
     for fault in schedule_faults(schedule, _section("training", values)["steps"]):
@@ -142,6 +150,12 @@ def _section(name: str, values: Values) -> dict[str, Any]:
     return defaults | values.get(name, {})
 
 
+def _groups(values: Values) -> list[ParameterGroup]:
+    """Return the optimizer's groups of parameters."""
+    tables = _section("optimizer", values)["groups"]
+    return build_tables(ParameterGroup, tables, "the plan", GROUPS)
+
+
 def planned_identity(values: Values) -> dict[str, Any]:
     """Return the identity of a run that trains `values`, without the fields that need its data.
 
@@ -162,6 +176,7 @@ def planned_identity(values: Values) -> dict[str, Any]:
         if section != "data":
             settings = _section(section, values)
         identity[name] = settings[key]
+    identity |= group_identity(_groups(values))
 
     # The task, with the defaults that it fills in.
     if data.task.name:

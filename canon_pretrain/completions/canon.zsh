@@ -845,6 +845,7 @@ _shtab_canon_train_options=(
   "--optimizer.eps[optimizer.eps]:optimizer.eps:"
   "--optimizer.weight_decay[optimizer.weight_decay]:optimizer.weight_decay:"
   "--optimizer.implementation[optimizer.implementation]:optimizer.implementation:(for-loop foreach fused)"
+  "--optimizer.decay[optimizer.decay]:optimizer.decay:(all matrices)"
   "--lr_scheduler.warmup_steps[also .decay_type, .decay_ratio, .decay_steps, ...]:lr_scheduler.warmup_steps:"
   "--lr_scheduler.total_steps[lr_scheduler.total_steps]:lr_scheduler.total_steps:"
   "--lr_scheduler.decay_ratio[lr_scheduler.decay_ratio]:lr_scheduler.decay_ratio:"

@@ -112,13 +112,40 @@ def build(cls: type[T], values: Mapping[str, Any], source: str, prefix: str = ""
         dotted = f"{prefix}{key}"
         hint = cast(Any, hints[key])
 
-        # A section is built by this function, any other value checked by pydantic.
+        # Sections and tables are built by this function, any other value checked by pydantic.
+        table = _table_class(hint)
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             check_section(value, source, dotted)
             arguments[key] = build(hint, value, source, prefix=f"{dotted}.")
+        elif table is not None and _are_tables(value):
+            arguments[key] = build_tables(table, value, source, dotted)
         else:
             check_type(value, hint, source, dotted)
     return cls(**arguments)
+
+
+def _table_class(hint: Any) -> Any:
+    """Return the dataclass of a hint list[dataclass], perhaps annotated; None for other hints."""
+    if typing.get_origin(hint) is typing.Annotated:
+        hint = typing.get_args(hint)[0]
+    if typing.get_origin(hint) is not list:
+        return None
+    (item,) = typing.get_args(hint)
+    return item if dataclasses.is_dataclass(item) else None
+
+
+def _are_tables(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(table, dict) for table in value)
+
+
+def build_tables(cls: type[T], tables: Any, source: str, dotted: str) -> list[T]:
+    """Return an instance of dataclass `cls` for each of the TOML tables `[[dotted]]`."""
+    if not _are_tables(tables):
+        raise _type_error(tables, source, dotted, f"expected tables, [[{dotted}]]")
+    return [
+        build(cls, table, source, prefix=f"{dotted}[{number}].")
+        for number, table in enumerate(tables)
+    ]
 
 
 def check_section(value: Any, source: str, dotted: str) -> None:

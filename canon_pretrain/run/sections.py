@@ -28,6 +28,26 @@ from canon_pretrain.run.setting import (
 )
 from canon_pretrain.synthetic.tasks import TaskSection
 
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+_Betas = Annotated[list[_Beta], Field(min_length=2, max_length=2)]
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """A table `[[optimizer.groups]]`: what differs for some parameters; part of the identity.
+
+    A parameter belongs to the first group that matches its name.
+    """
+
+    match: str = ""
+    """norm, embedding, head, canon, bias, or a regular expression to search for in the name."""
+    lr_scale: Amount = 1.0
+    """Multiplies the learning rate of each step."""
+    weight_decay: Annotated[float | None, Limits(limits_of(Amount) | None)] = None
+    """Of all parameters of the group. Unset: as `decay` says."""
+    betas: Annotated[list[float] | None, Limits(_Betas | None)] = None
+    """Unset: beta1 and beta2."""
+
 
 @dataclass
 class Optimizer:
@@ -40,6 +60,11 @@ class Optimizer:
     # not 0: the update of a weight without gradients, such as a rare token's row, would be 0 / 0
     eps: Identity[Positive] = 1e-6
     weight_decay: Identity[Amount] = 0.03
+    decay: Identity[Literal["all", "matrices"]] = "all"
+    """What weight_decay acts on. matrices: weights of linear layers, experts, embedding and head;
+    no norms, biases, Canon filters and other convolutions, A_log, D, dt_bias."""
+    groups: list[ParameterGroup] = field(default_factory=list)
+    """[[optimizer.groups]], tables of the file: rates, decays and betas by a parameter's name."""
     implementation: Identity[Literal["for-loop", "foreach", "fused"]] = "fused"
     early_step_in_backward: Identity[bool] = False
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from rich.markup import escape
 from rich.table import Table
 from torch import nn
 from torchtitan.config import TORCH_DTYPE_MAP
@@ -51,6 +52,7 @@ from canon_pretrain.titan.costs import (
 from canon_pretrain.titan.data import open_shards, open_task
 from canon_pretrain.titan.device import has_accelerator
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, shard_degree
+from canon_pretrain.titan.optimizers import Group, parameter_groups
 from canon_pretrain.titan.parallelize import all_experts
 from canon_pretrain.titan.spec import head_loss
 from canon_pretrain.titan.step_time import count_step, step_seconds
@@ -384,7 +386,9 @@ class Plan:
         self.micro_batch = micro_batch_size(job, world_size)
 
         # Checkpoints: the weights, and two moments of those that are trained.
-        self.parameters, self.trained = count_parameters(on_meta(args))
+        model = on_meta(args)
+        self.groups = parameter_groups(job.optimizer, model)
+        self.parameters, self.trained = count_parameters(model)
         itemsize = TORCH_DTYPE_MAP[training.dtype].itemsize
         self.checkpoint_bytes = (self.parameters + 2 * self.trained) * itemsize
         num_saves = -(-training.steps // job.checkpoint.interval)
@@ -538,6 +542,9 @@ def print_plans(job: CanonJobConfig, plans: dict[str, Plan], console: Console) -
     for title, text in _summary(job, plans).items():
         summary.add_row(title, text)
     console.print(summary)
+    groups = next(iter(plans.values())).groups
+    if len(groups) > 1 or job.optimizer.groups:
+        console.print(_group_table(groups))
 
     # A column per plan, a row per part.
     memory = Table("part", title="memory per rank, GiB", title_justify="left")
@@ -606,6 +613,22 @@ def _summary(job: CanonJobConfig, plans: dict[str, Plan]) -> dict[str, str]:
         f"{size(plan.checkpoint_bytes)} each: {size(total_bytes)}"
     )
     return lines
+
+
+def _group_table(groups: list[Group]) -> Table:
+    """Return a row for each group of parameters that are updated alike."""
+    table = Table("group", title="the optimizer's groups", title_justify="left")
+    for title in ("parameters", "learning rate", "weight decay", "betas"):
+        table.add_column(title, justify="right")
+    for group in groups:
+        table.add_row(
+            escape(group.title) or "others",
+            f"{group.num_values:,}",
+            f"{group.lr:g}",
+            f"{group.weight_decay:g}",
+            ", ".join(f"{beta:g}" for beta in group.betas),
+        )
+    return table
 
 
 def _model_lines(job: CanonJobConfig) -> dict[str, str]:

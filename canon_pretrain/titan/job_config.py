@@ -20,8 +20,14 @@ from canon_pretrain.model.args import flavor as model_flavor
 from canon_pretrain.model.attend import check_backend_fits
 from canon_pretrain.run import sections
 from canon_pretrain.run.config import valid_world_sizes
-from canon_pretrain.run.identity import IDENTITY
-from canon_pretrain.run.limits import LIMITS, OPTIMIZERS, check_limits, schedule_faults
+from canon_pretrain.run.identity import GROUP_KEYS, IDENTITY
+from canon_pretrain.run.limits import (
+    LIMITS,
+    OPTIMIZERS,
+    check_groups,
+    check_limits,
+    schedule_faults,
+)
 from canon_pretrain.synthetic.task import Task
 from canon_pretrain.synthetic.tasks import TaskSection, build_task
 
@@ -277,6 +283,7 @@ def check_job(job: CanonJobConfig) -> None:
     _check_compile_backend(job.compile.backend)
     check_allowed_changes(job.run.allow_changes, _identity_names())
     check_limits({name: value_of(job, name) for name in LIMITS})
+    check_groups(job.optimizer.groups)
 
     # Settings together.
     for fault in schedule_faults(job.lr_scheduler, job.training.steps):
@@ -296,8 +303,11 @@ def split_names(entries: list[str]) -> list[str]:
 
 def check_allowed_changes(allowed: list[str], identity: Iterable[str]) -> None:
     """Raise UserError unless `run.allow_changes` has names in a run's `identity` only, or CODE."""
-    valid = {*identity, HELD_OUT, MIXER_CODE}
-    unknown = [name for name in split_names(allowed) if name != CODE and name not in valid]
+    valid = {*identity, HELD_OUT, MIXER_CODE, *GROUP_KEYS}
+    unknown = []
+    for name in split_names(allowed):
+        if name != CODE and name not in valid and re.sub(r"\[\d+\]", "[N]", name) not in valid:
+            unknown.append(name)
     if unknown:
         raise UserError(
             "run.unknown_change",

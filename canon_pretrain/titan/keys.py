@@ -14,6 +14,7 @@ from typing import Any
 from canon_pretrain.core.cli import Parser
 from canon_pretrain.core.errors import UserError, suggestion
 from canon_pretrain.run.config import check_keys, read_experiment
+from canon_pretrain.run.identity import GROUP_KEYS
 
 PROG = "torchrun -m canon_pretrain.train"
 MAX_SUGGESTIONS = 3
@@ -112,10 +113,13 @@ def print_help(value_of: Callable[[str], Any]) -> None:
 
 
 def dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted name and the value of each key of nested sections."""
+    """Yield the dotted name and the value of each key of nested sections and lists of tables."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from dotted(value, f"{prefix}{name}.")
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            for number, table in enumerate(value):
+                yield from dotted(table, f"{prefix}{name}[{number}].")
         else:
             yield prefix + name, value
 
@@ -131,6 +135,9 @@ def check_words(overrides: Iterable[str]) -> None:
         key = option.replace("-", "_")
         # the second form turns a boolean off
         if key in keys or key.replace(".no_", ".") in keys:
+            continue
+        # a value of the file's tables, of which only the parser knows the number
+        if re.sub(r"\.\d+\.", "[N].", key) in GROUP_KEYS:
             continue
 
         hint = (

@@ -4,6 +4,7 @@ A launch that fails a check leaves no record: `record_launch` runs after the las
 logging and checkpointing do not change what is computed and are not part of the identity.
 """
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,7 +25,14 @@ from canon_pretrain.model.mixer_files import mixer_files
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run import launches
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.identity import IDENTITY, PER_LAUNCH_KEYS, Changes, differences
+from canon_pretrain.run.identity import (
+    GROUPS,
+    IDENTITY,
+    PER_LAUNCH_KEYS,
+    Changes,
+    differences,
+    group_identity,
+)
 from canon_pretrain.run.launches import LaunchRecord, config_hash
 from canon_pretrain.run.session import Session, archive_traces
 from canon_pretrain.run.source import code_hashes
@@ -44,6 +52,9 @@ from canon_pretrain.titan.job_config import (
 from canon_pretrain.titan.keys import dotted
 from canon_pretrain.titan.metrics import CanonMetrics
 from canon_pretrain.titan.resume import RankZero, check_initial
+
+ADDED_LATER = ("model.", "loss.", "optimizer.decay")
+"""Prefixes of names that the identity of an older run may lack: it had the default."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +135,7 @@ def run_identity(
         **{f"model.{key}": value for key, value in to_json(args).items()},
         **code,
         **{name: value_of(job, name) for name in IDENTITY},
+        **group_identity(job.optimizer.groups),
     }
 
 
@@ -151,7 +163,7 @@ def check_identity(
 
     # Keys that the run is older than had their default.
     defaults = run_identity(CanonJobConfig(), "")
-    old = {name: value for name, value in defaults.items() if name.startswith(("model.", "loss."))}
+    old = {name: value for name, value in defaults.items() if name.startswith(ADDED_LATER)}
     old |= _recorded(folder, "identity")
     changes = differences(old, identity)
 
@@ -168,7 +180,7 @@ def check_identity(
         raise UserError(
             "run.changed",
             f"the run in {folder.path} differs: {lines}. Undo the change, choose another "
-            f"--job.dump_folder, or allow it: --run.allow_changes {' '.join(changes)}",
+            f"--job.dump_folder, or allow it: --run.allow_changes {shlex.join(changes)}",
             changes=refused,
             allow=list(changes),
         )
@@ -248,9 +260,12 @@ def _data_of(name: str, config: Mapping[str, Any]) -> str:
 
 def _flatten(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a job's values by dotted name, tuples as lists (as read from JSON)."""
-    return {
+    flat = {
         name: list(value) if isinstance(value, tuple) else value for name, value in dotted(config)
     }
+    # an empty list; of groups that there are, each key has its name
+    flat.pop(GROUPS, None)
+    return flat
 
 
 def is_fresh(job: CanonJobConfig, run: RunFolder) -> bool:

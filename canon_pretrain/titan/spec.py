@@ -16,7 +16,7 @@ import torchtitan.train
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.components.lr_scheduler import LRSchedulersContainer, build_lr_schedulers
-from torchtitan.components.optimizer import OptimizersContainer, build_optimizers
+from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols import train_spec
@@ -29,6 +29,7 @@ from canon_pretrain.model.transformer import HeadLoss, Transformer
 from canon_pretrain.run.sections import Loss
 from canon_pretrain.titan.device import single_rank_environment
 from canon_pretrain.titan.job_config import CanonJobConfig, LRScheduler
+from canon_pretrain.titan.optimizers import build_optimizers
 from canon_pretrain.titan.parallelize import clip_gradients, parallelize, write_shard
 
 BACKENDS = ("attention_backend", "canon_backend", "mixer_backend")
@@ -102,13 +103,30 @@ def learning_rate_factor(step: int, *, config: LRScheduler) -> float:
     return config.min_lr_factor + (1 - config.min_lr_factor) * remaining
 
 
+class Schedules(LRSchedulersContainer):
+    """torchtitan's container; of a checkpoint it loads the step, but no rates.
+
+    Its state has lists with an entry per group of parameters, of which a run may resume with more
+    or fewer. The trainer sets this job's rates after loading.
+    """
+
+    def __init__(self, schedules: LRSchedulersContainer) -> None:
+        self.schedulers = schedules.schedulers
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        own = self.state_dict()
+        of_groups = {name: own[name] for name in ("base_lrs", "_last_lr", "lr_lambdas")}
+        super().load_state_dict(state_dict | of_groups)
+
+
 def build_schedule(
     optimizers: OptimizersContainer, config: LRScheduler, training_steps: int
-) -> LRSchedulersContainer:
+) -> Schedules:
     """Build our schedule if `decay_steps` is set, else torchtitan's."""
     if config.decay_steps is None:
-        return build_lr_schedulers(optimizers, config, training_steps)
-    return LRSchedulersContainer(optimizers, functools.partial(learning_rate_factor, config=config))
+        return Schedules(build_lr_schedulers(optimizers, config, training_steps))
+    factor = functools.partial(learning_rate_factor, config=config)
+    return Schedules(LRSchedulersContainer(optimizers, factor))
 
 
 @contextlib.contextmanager

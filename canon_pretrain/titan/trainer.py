@@ -38,7 +38,8 @@ from canon_pretrain.titan.data import CanonDataLoader, OpenedData
 from canon_pretrain.titan.job_config import HELD_OUT, CanonJobConfig, micro_batch_size
 from canon_pretrain.titan.launch import Comparison, compare, record_launch
 from canon_pretrain.titan.metrics import CanonMetrics, named_data, profiling
-from canon_pretrain.titan.parallelize import clip_gradients
+from canon_pretrain.titan.optimizers import Optimizers
+from canon_pretrain.titan.parallelize import choose_canon, choose_mixer, clip_gradients
 from canon_pretrain.titan.spec import use_train_spec
 from canon_pretrain.titan.validation import CanonValidator, logged_at
 
@@ -200,6 +201,7 @@ class CanonTrainer(torchtitan.train.Trainer):
     job_config: CanonJobConfig
     metrics_processor: CanonMetrics
     checkpointer: CanonCheckpointManager
+    optimizers: Optimizers
     dataloader: CanonDataLoader
     validator: CanonValidator  # only if validation.enable
     data: OpenedData
@@ -341,23 +343,22 @@ class CanonTrainer(torchtitan.train.Trainer):
 
     def _apply_hyperparameters(self) -> None:
         """Replace the checkpoint's hyperparameters by this job's (checked: run.allow_changes)."""
-        config = self.job_config.optimizer
-        hyperparameters = {
-            "weight_decay": config.weight_decay,
-            "betas": (config.beta1, config.beta2),
-            "eps": config.eps,
-            "initial_lr": config.lr,
-            "fused": config.implementation == "fused",
-            "foreach": config.implementation == "foreach",
-        }
+        (optimizer,) = self.optimizers
+        (schedule,) = self.lr_schedulers.schedulers
+        groups = self.optimizers.hyperparameters
 
         # A schedule computes rates from its base rates when it steps: set this step's as well.
-        for optimizer, schedule in zip(self.optimizers, self.lr_schedulers.schedulers, strict=True):
-            schedule.base_lrs = [config.lr] * len(optimizer.param_groups)
-            rates = [config.lr * factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group.update(hyperparameters | {"lr": rate})
-            schedule._last_lr = rates
+        schedule.base_lrs = [values["lr"] for values in groups]
+        factor = self._learning_rate_factor()
+        rates = [base_lr * factor for base_lr in schedule.base_lrs]
+        for group, values, rate in zip(optimizer.param_groups, groups, rates, strict=True):
+            group.update(values | {"initial_lr": values["lr"], "lr": rate})
+        schedule._last_lr = rates
+
+    def _learning_rate_factor(self) -> float:
+        """Return this step's learning rate over the base rate, the same in all groups."""
+        (schedule,) = self.lr_schedulers.schedulers
+        return schedule.lr_lambdas[0](schedule.last_epoch)
 
     def train(self) -> None:
         """Train to the last step of this launch or a stop request, and save a checkpoint."""
@@ -575,7 +576,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         """Take an optimizer step on a global batch, unless the guards skip it."""
         self.optimizers.zero_grad()
         self._expert_load_LE.zero_()
-        lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
+        lr = self.job_config.optimizer.lr * self._learning_rate_factor()
 
         # The loss is a mean over the labels of the global batch. Their number is known, unless
         # the task masks some: then all micro-batches are read first, and their labels counted.

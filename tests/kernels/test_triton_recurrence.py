@@ -1,16 +1,12 @@
 """The Triton kernels of recurrences in Triton's interpreter, with faults, and compiled."""
 
-import json
-import subprocess
-import sys
 
 import pytest
-import torch
 
-from tests.kernels.test_triton import Launches, run_module
+from tests.kernels.test_triton import run_module
 from tests.recurrence_cases import CASES, PROPERTIES, QUICK, name_of
 from tests.recurrence_faults import FAULTS
-from tests.support import ROOT, selected
+from tests.support import selected
 
 DEFAULT = [name_of(case) for case in QUICK]
 LONG = ["errors do not grow with the length", *(n for n in CASES if n not in PROPERTIES)]
