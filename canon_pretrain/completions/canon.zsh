@@ -318,6 +318,8 @@ _shtab_canon_eval_compare_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--a[seeds of A, the baseline]:RUN:_files"
   "--b[seeds of B]:RUN:_files"
+  "--losses[losses of B from elsewhere\: columns item or document, loss, and weight, seed]:B.csv:_files"
+  "--against[losses of A, the baseline, on the same items]:A.csv:_files"
   "--step[compare at this step (default\: the last common one)]:step:"
   "*--suite[compare on this suite only (may be repeated)]:suite:"
   "*--seed-sigma[known standard deviation over seeds\; TASK\:METRIC\=SIGMA for the log of a perplexity]:TASK=SIGMA:"

@@ -93,6 +93,19 @@ def test_eval_compare(tmp_path, capsys, monkeypatch, snapshot):
     assert capsys.readouterr().out == snapshot
 
 
+def test_eval_compare_losses(tmp_path, capsys, monkeypatch, snapshot):
+    monkeypatch.setenv("COLUMNS", "140")
+    rng = np.random.default_rng(4)
+    for name, mean in (("a", 3.2), ("b0", 3.1), ("b1", 3.11)):
+        losses = [f"{k},{loss:.4f}\n" for k, loss in enumerate(rng.normal(mean, 0.02, 30))]
+        (tmp_path / f"{name}.csv").write_text("document,loss\n" + "".join(losses))
+
+    a, *b = [str(tmp_path / f"{name}.csv") for name in ("a", "b0", "b1")]
+    eval_main(["compare", "--losses", *b, "--against", a])
+
+    assert capsys.readouterr().out == snapshot
+
+
 def test_playground_report(tmp_path, snapshot):
     with_rates = BOARD.replace("[tasks.copy]", "[tasks.copy]\nlearning_rates = [1e-3, 2e-3]")
     claim = '[[claims]]\ntask = "copy/n8"\nbetter = "rope"\nworse = "nope"\n'
