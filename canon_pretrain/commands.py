@@ -130,6 +130,11 @@ COMMANDS: dict[str, Command | Group] = {
         prints=True,
         takes_keys=True,
     ),
+    "explain": Command(
+        "canon_pretrain.explain",
+        "the documents behind a training step, outliers first",
+        prints=True,
+    ),
     "sample": Command(
         "canon_pretrain.sample", "text from a checkpoint, or from two side by side", prints=True
     ),

@@ -8,9 +8,7 @@ import argparse
 import textwrap
 import typing
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -24,7 +22,7 @@ from canon_pretrain.data.sampler import (
     permuted_offset,
     window_offset,
 )
-from canon_pretrain.data.shards import Shard, TokenShards
+from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer
 from data_prep.folder import SPLITS, TRAIN, load_tokenizer
 from data_prep.plan import load_plan
@@ -46,8 +44,7 @@ def show_document(folder: Path, number: int, *, split: str = TRAIN, ids: bool = 
             )
         # the last shard that starts at the document or before it
         shard = [shard for shard in shards.shards if shard.entry.first_document <= number][-1]
-        index = number - shard.entry.first_document
-        start, end = _boundaries(shard)[index : index + 2].tolist()
+        start, end = shards.document(number)
         tokens = shards.read(start, end - start)
 
     lines = [
@@ -89,7 +86,7 @@ def show_window(
             offset = offset_of(seed, sample, shards.num_tokens, seq_len)
             stop = offset + seq_len + 1
         tokens = shards.read(offset, stop - offset)
-        documents = list(_documents(shards, offset, stop))
+        documents = list(shards.documents_in(offset, stop))
 
     # The part of each document that is in the window.
     lines = [
@@ -110,35 +107,6 @@ def show_window(
 
     lines.append("== end of the window")
     return "\n".join(lines)
-
-
-class _Document(NamedTuple):
-    """A document of a split: its tokens are [start, end) of the split's."""
-
-    number: int
-    start: int
-    end: int
-
-
-def _documents(shards: TokenShards, start: int, stop: int) -> Iterator[_Document]:
-    """Yield the documents with tokens in [start, stop)."""
-    for shard in shards.shards:
-        entry = shard.entry
-        if entry.first_token + entry.tokens <= start or entry.first_token >= stop:
-            continue
-
-        # Document i of the shard has the tokens [boundaries[i], boundaries[i + 1]).
-        boundaries = _boundaries(shard)
-        ends = boundaries[1:]
-        first, last = np.searchsorted(ends, [start, stop - 1], side="right").tolist()
-        spans = pairwise(boundaries[first : last + 2].tolist())
-        for number, (document_start, end) in enumerate(spans, entry.first_document + first):
-            yield _Document(number, document_start, end)
-
-
-def _boundaries(shard: Shard) -> np.ndarray:
-    """Return the first token of a shard's documents in the split, then the end of the last one."""
-    return np.append(0, shard.document_ends()) + shard.entry.first_token
 
 
 def _lines(tokenizer: Tokenizer, tokens: np.ndarray, ids: bool) -> Iterator[str]:

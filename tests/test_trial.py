@@ -27,6 +27,7 @@ from tests.report_runs import evaluated, planted_run
 from tests.support import HANGS_AFTER_S, canon_stage, command_error, error_codes
 
 ROW = {
+    "metric": "nats_per_token",
     "difference": -0.2, "bits_per_nat": 0.5, "num_clusters": 18, "num_runs": [2, 2],
     "ci": [-0.3, -0.1], "items_ci": None, "p": 0.01, "p_holm": 0.01, "verdict": BETTER, "why": None,
 }  # fmt: skip

@@ -17,6 +17,7 @@ _shtab_canon_commands() {
     data:'text to token shards'
     doctor:'what this machine has and lacks'
     eval:scores
+    explain:'the documents behind a training step, outliers first'
     hf:'to Hugging Face and back'
     new:'propose an experiment for your own text'
     playground:'models x tasks'
@@ -318,6 +319,8 @@ _shtab_canon_eval_compare_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--a[seeds of A, the baseline]:RUN:_files"
   "--b[seeds of B]:RUN:_files"
+  "--losses[losses of B from elsewhere\: columns item or document, loss, and weight, seed]:B.csv:_files"
+  "--against[losses of A, the baseline, on the same items]:A.csv:_files"
   "--step[compare at this step (default\: the last common one)]:step:"
   "*--suite[compare on this suite only (may be repeated)]:suite:"
   "*--seed-sigma[known standard deviation over seeds\; TASK\:METRIC\=SIGMA for the log of a perplexity]:TASK=SIGMA:"
@@ -414,6 +417,20 @@ _shtab_canon_eval_tasks_options=(
 
 # guard to ensure default positional specs are added only once per session
 _shtab_canon_eval_tasks_defaults_added=0
+
+_shtab_canon_explain_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--step[the step, from 1]:N:"
+  "--around[also the K steps before it]:K:"
+  "--top[documents to show (default\: 10)]:top:"
+  "--data[where the data are now]:DIR:_files"
+  "--out[write a page\: the top documents by token]:FILE:_files"
+  "--json[print one JSON document, with all documents]"
+  ":a run folder:_files"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_canon_explain_defaults_added=0
 
 _shtab_canon_hf_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
@@ -999,6 +1016,7 @@ _shtab_canon() {
         data) _shtab_canon_data ;;
         doctor) _arguments -C -s $_shtab_canon_doctor_options ;;
         eval) _shtab_canon_eval ;;
+        explain) _arguments -C -s $_shtab_canon_explain_options ;;
         hf) _shtab_canon_hf ;;
         new) _arguments -C -s $_shtab_canon_new_options ;;
         playground) _shtab_canon_playground ;;

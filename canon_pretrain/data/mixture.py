@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from fractions import Fraction
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -25,7 +25,6 @@ from canon_pretrain.data.sampler import (
     least_tokens,
     offset_of_word,
     permuted,
-    permuted_offset,
     philox_blocks,
 )
 from canon_pretrain.data.shards import TokenShards
@@ -59,6 +58,14 @@ def check_order(order: str, num_sources: int) -> None:
             "data.order",
             f"data.order = {order!r} takes one folder; use 'random' for a weighted mixture",
         )
+
+
+class Place(NamedTuple):
+    """Where a window is: tokens [start, stop) of the source with this index."""
+
+    source: int
+    start: int
+    stop: int
 
 
 class Mixture(AbstractContextManager["Mixture"]):
@@ -124,51 +131,55 @@ class Mixture(AbstractContextManager["Mixture"]):
     ) -> tuple[np.ndarray, list[int]]:
         """Return the windows `samples[rank_samples]`, and the number of windows of `samples` per
         source."""
-        if order == "documents":
-            return self._read_documents(seed, samples[rank_samples], seq_len), [len(samples)]
+        places, counts = self.places(seed, samples, rank_samples, order, seq_len)
 
-        draws, counts = self._draw(seed, samples, rank_samples, order, seq_len)
-        batch = np.empty((len(draws), seq_len + 1), dtype=np.int64)
-        for window, (source, offset) in zip(batch, draws, strict=True):
-            source.read_into(window, offset)
+        # A document that is shorter than the window is padded with ~EOS: the input is EOS, and it
+        # is no label.
+        batch = np.full((len(places), seq_len + 1), ~self.eos_id, dtype=np.int64)
+        for window, place in zip(batch, places, strict=True):
+            source = self.sources[place.source]
+            source.read_into(window[: place.stop - place.start], place.start)
         return batch, counts
 
-    def _draw(
+    def places(
         self, seed: int, samples: range, rank_samples: slice, order: Order, seq_len: int
-    ) -> tuple[list[tuple[TokenShards, int]], list[int]]:
-        """Return the (source, offset)s of `samples[rank_samples]`, and the windows per source."""
-        sources = self.sources
-        if order == "permute":
-            source = sources[0]
-            draws = [
-                (source, permuted_offset(seed, i, source.num_tokens, seq_len))
-                for i in samples[rank_samples]
-            ]
-            return draws, [len(samples)]
+    ) -> tuple[list[Place], list[int]]:
+        """Return the places of `samples[rank_samples]`, and the windows of `samples` per source."""
+        if order != "random":
+            size = self._num_positions(0, order, seq_len)
+            positions = [permuted(seed, i, size) for i in samples[rank_samples]]
+            places = [self._place(0, position, order, seq_len) for position in positions]
+            return places, [len(samples)]
 
         # Every rank draws the sources of all samples, which it counts.
         blocks = philox_blocks(seed, samples.start, len(samples))
         indices = self.draw(blocks[:, 1])
 
-        # The offsets of this rank's samples.
-        draws = []
+        # The places of this rank's samples.
+        places = []
         offset_words = blocks[rank_samples, 0].tolist()
-        for index, word in zip(indices[rank_samples], offset_words, strict=True):
-            source = sources[index]
-            draws.append((source, offset_of_word(word, source.num_tokens, seq_len)))
-        return draws, np.bincount(indices, minlength=len(sources)).tolist()
+        for index, word in zip(indices[rank_samples].tolist(), offset_words, strict=True):
+            offset = offset_of_word(word, self.sources[index].num_tokens, seq_len)
+            places.append(self._place(index, offset, order, seq_len))
+        return places, np.bincount(indices, minlength=len(self.sources)).tolist()
 
-    def _read_documents(self, seed: int, samples: range, seq_len: int) -> np.ndarray:
-        """Return the document of each sample, cut to the window or padded; int64 [n, seq_len + 1].
+    def _num_positions(self, index: int, order: Order, seq_len: int) -> int:
+        """Return how many windows a source has in `order`."""
+        source = self.sources[index]
+        if order == "documents":
+            return source.num_documents
+        if order == "permute":  # the last tokens may be in no window
+            return (source.num_tokens - 1) // seq_len
+        return source.num_tokens - seq_len
 
-        Padding is ~EOS: the input is EOS, and it is no label.
-        """
-        source = self.sources[0]
-        batch = np.full((len(samples), seq_len + 1), ~source.eos_id, dtype=np.int64)
-        for window, i in zip(batch, samples, strict=True):
-            start, end = source.document(permuted(seed, i, source.num_documents))
-            source.read_into(window[: end - start], start)
-        return batch
+    def _place(self, index: int, position: int, order: Order, seq_len: int) -> Place:
+        """Return the place of one of a source's windows; that of a document ends with it."""
+        size = seq_len + 1
+        if order == "documents":
+            start, end = self.sources[index].document(position)
+            return Place(index, start, min(end, start + size))
+        start = position * seq_len if order == "permute" else position
+        return Place(index, start, start + size)
 
     def close(self) -> None:
         """Close the files; reading opens them again."""

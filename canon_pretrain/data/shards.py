@@ -22,6 +22,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, Self
 
@@ -228,6 +229,14 @@ class Shard:
         return ends[: self.entry.documents].astype(np.int64)
 
 
+class Document(NamedTuple):
+    """A document of a split: its tokens are [start, end) of the split's."""
+
+    number: int
+    start: int
+    end: int
+
+
 class TokenShards(AbstractContextManager["TokenShards"]):
     """A finished split, open for reading by one thread; equal streams share `fingerprint`."""
 
@@ -317,6 +326,21 @@ class TokenShards(AbstractContextManager["TokenShards"]):
         place = number - self._first_documents[index]
         start, end = self._boundaries[index][place : place + 2].tolist()
         return start, end
+
+    def documents_in(self, start: int, stop: int) -> Iterator[Document]:
+        """Yield the documents with tokens in [start, stop). Raises ShardError."""
+        for shard in self.shards:
+            entry = shard.entry
+            if entry.first_token + entry.tokens <= start or entry.first_token >= stop:
+                continue
+
+            # Document i of the shard has the tokens [boundaries[i], boundaries[i + 1]).
+            boundaries = np.append(0, shard.document_ends()) + entry.first_token
+            ends = boundaries[1:]
+            first, last = np.searchsorted(ends, [start, stop - 1], side="right").tolist()
+            spans = pairwise(boundaries[first : last + 2].tolist())
+            for number, (document_start, end) in enumerate(spans, entry.first_document + first):
+                yield Document(number, document_start, end)
 
     def document_ends(self) -> np.ndarray:
         """Return the exclusive document ends in the whole stream, int64 [num_documents]."""

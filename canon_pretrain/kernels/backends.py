@@ -35,8 +35,8 @@ RECURRENCES = {
 }
 """Backends of recurrences that need a GPU -> their modules, in the order that `auto` tries.
 
-Each module has FORMS, recurrences by mixer, and `recurrence_problem(mixer, key_dim)`, why they can't
-compute a mixer here; fla's also `supports(v)`, whether they compute such tensors.
+Each module has FORMS, recurrences by mixer, and `recurrence_problem(mixer, key_dim)`, why they
+can't compute a mixer here; fla's also `supports(v)`, whether they compute such tensors.
 """
 TRITON_TAPS = 4
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -4,8 +4,8 @@ It needs no Triton: `--dry-run` computes times on a GPU from any machine. Bytes 
 tensor that a launch reads or writes, once: tiles that several programs read are near in time, so
 that the cache has them. FLOPs are those of matrix products.
 
-All sizes are per token and head: C tokens of a chunk, K key dim, V value dim, K V / C of a state per
-chunk; `half` bytes of an activation (2 or 4), FULL of a float32.
+All sizes are per token and head: C tokens of a chunk, K key dim, V value dim, K V / C of a state
+per chunk; `half` bytes of an activation (2 or 4), FULL of a float32.
 """
 
 from collections import Counter

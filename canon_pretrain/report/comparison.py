@@ -9,6 +9,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -20,7 +21,7 @@ from rich.text import Text
 from canon_pretrain.core.errors import UserError, suggestion
 from canon_pretrain.core.files import write_atomic
 from canon_pretrain.core.terminal import Console
-from canon_pretrain.report import architectures, evaluations, published, verdicts
+from canon_pretrain.report import architectures, evaluations, losses, published, verdicts
 from canon_pretrain.report.architectures import Architecture, Choice, Recipe
 from canon_pretrain.report.content import (
     BETTER,
@@ -361,6 +362,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--a", type=Path, nargs="+", default=[], metavar="RUN", help="seeds of A, the baseline")
     add("--b", type=Path, nargs="+", default=[], metavar="RUN", help="seeds of B")
+    add(
+        "--losses",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="B.csv",
+        help="losses of B from elsewhere: columns item or document, loss, and weight, seed",
+    )
+    add(
+        "--against",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="A.csv",
+        help="losses of A, the baseline, on the same items",
+    )
     add("--step", type=int, help="compare at this step (default: the last common one)")
     add("--suite", action="append", help="compare on this suite only (may be repeated)")
     add_noise_arguments(parser)
@@ -372,11 +389,20 @@ def run(arguments: argparse.Namespace) -> None:
 
     Runs and results that cannot be read are left out; then it exits with code 2.
     """
-    sides, errors = _read_sides(arguments)
+    notes: list[str] = []
+    errors: list[UserError] = []
+    sides: Sequence[Sequence[RunRecord]]
+    if arguments.losses or arguments.against:
+        _check_losses(arguments)
+        sides = loss_sides = losses.read_sides(arguments.against, arguments.losses)
+        notes = losses.limits(loss_sides)
+    else:
+        sides, errors = _read_sides(arguments)
     runs = [run for side in sides for run in side]
     errors += [error for run in runs for error in run.damaged]
     options = noise_options(arguments, runs, step=arguments.step, suites=arguments.suite)
     content = compare_sides(sides, options, errors)
+    content = replace(content, notes=[*notes, *content.notes])
     _print(content)
     if arguments.json:
         store_json(arguments.json, finite(content))
@@ -495,6 +521,18 @@ def _read_sides(
     return sides, errors
 
 
+def _check_losses(arguments: argparse.Namespace) -> None:
+    """Raise UserError unless two sides of losses are all that is compared."""
+    has_runs = arguments.pair or arguments.a or arguments.b
+    is_chosen = arguments.step is not None or arguments.suite
+    if has_runs or is_chosen or not (arguments.losses and arguments.against):
+        raise UserError(
+            "compare.losses",
+            "expected `compare --losses B.csv --against A.csv`, several files for several seeds, "
+            "without runs, --step and --suite",
+        )
+
+
 def _available(run: RunRecord) -> list[str]:
     """Return which evaluations a run has, once each."""
     texts = []
@@ -559,12 +597,13 @@ def _suite_table(content: PairComparison, rows: Sequence[Verdict], *, is_wide: b
         if any(text != MISSING for text in texts):
             columns[name] = texts
 
-    # All rows of a suite have equal steps.
+    # All rows of a suite have equal steps; losses from elsewhere have none.
     first_row = rows[0]
+    title = first_row.suite
+    if first_row.step is not None:
+        title = f"{title}, A at step {first_row.baseline_step}, B at step {first_row.step}"
     table = Table(
-        title=(
-            f"{first_row.suite}, A at step {first_row.baseline_step}, B at step {first_row.step}"
-        ),
+        title=title,
         title_justify="left",
         box=box.SIMPLE,
         pad_edge=False,

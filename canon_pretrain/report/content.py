@@ -82,8 +82,8 @@ class Verdict:
     task: str
     metric: str
     higher_is_better: bool
-    step: int
-    baseline_step: int
+    step: int | None  # None: of losses from elsewhere
+    baseline_step: int | None
     value: float
     baseline_value: float
     difference: float

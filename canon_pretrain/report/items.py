@@ -39,11 +39,15 @@ def is_loss(metric: str) -> bool:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results of the run labeled `run` on a suite at one step; `folder` has the item records."""
+    """Results of the run labeled `run` on a suite at one step.
+
+    `folder` has the item records, unless the `items` of its only task are known.
+    """
 
     run: str
     results: Results
     folder: Path
+    items: "Items | None" = None
 
     @property
     def suite(self) -> str:
@@ -192,8 +196,11 @@ class ItemCache:
     def __init__(self) -> None:
         self._folders: dict[Path, dict[str, ItemsByFilter]] = {}  # by folder and task
 
-    def get(self, folder: Path, task: str, metric: str) -> Items | None:
+    def get(self, evaluation: Evaluation, task: str, metric: str) -> Items | None:
         """Return the items that `metric` averages; None if the evaluation has no item records."""
+        if evaluation.items is not None:
+            return evaluation.items
+        folder = evaluation.folder
         if folder not in self._folders:
             self._folders[folder] = self._read(folder)
         by_filter = self._folders[folder].get(task, {})
@@ -214,7 +221,7 @@ class ItemCache:
         """Return the chance level that is declared, else of an accuracy that of its choices."""
         chance = evaluation.chance(task, metric)
         if chance is None and metric.startswith("acc"):
-            if items := self.get(evaluation.folder, task, metric):
+            if items := self.get(evaluation, task, metric):
                 chance = items.chance
         return chance
 

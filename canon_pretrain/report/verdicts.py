@@ -345,7 +345,7 @@ class Comparator:
         if score is None:
             raise NotComparable(evaluation.why_missing(key))
         try:
-            items = self.items.get(evaluation.folder, key.task, key.metric)
+            items = self.items.get(evaluation, key.task, key.metric)
         except UserError as error:
             raise NotComparable(f"{evaluation.run}: {error}") from None
 
@@ -678,11 +678,12 @@ def held_out_difference(row: Verdict, documents: str = "documents") -> str:
     """Return the difference of held-out losses, its interval, and what it is measured on.
 
     Such as "0.086 bits per byte lower on held-out text (95 % 0.043 to 0.128; 2 seeds each; 31
-    documents; 0.143 nats per token)"; nats per token alone if the text's bytes are not known.
+    documents; 0.143 nats per token)"; nats per token alone if the text's bytes are not known, and a
+    number alone for losses from elsewhere.
     """
     nats = abs(row.difference)
     scale = 1.0
-    unit = LOSS_UNITS[NATS]
+    unit = LOSS_UNITS.get(row.metric, "")
     if row.bits_per_nat is not None:
         scale = row.bits_per_nat
         unit = LOSS_UNITS[BITS]
@@ -704,7 +705,7 @@ def held_out_difference(row: Verdict, documents: str = "documents") -> str:
     details.append(f"{row.num_clusters:,} {documents}")
     if row.bits_per_nat is not None:
         details.append(f"{nats:.3g} {LOSS_UNITS[NATS]}")
-    size = f"{scale * nats:.3g} {unit}"
+    size = f"{scale * nats:.3g} {unit}".rstrip()
     return f"{size} {direction} on held-out text ({'; '.join(details)})"
 
 

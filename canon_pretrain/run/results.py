@@ -43,6 +43,9 @@ NATS = "nats_per_token"
 BITS = "bits_per_byte"
 """Metrics of held-out loss; token ids of a synthetic task have no bytes."""
 
+LOSS = "loss"
+"""Metric of losses from elsewhere, in a unit of their own."""
+
 COUNT_MODELS = ("unigram", "bigram")
 """Models of the training tokens that the suite `validation` scores with each checkpoint."""
 

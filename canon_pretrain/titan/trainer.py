@@ -39,7 +39,7 @@ from canon_pretrain.titan.job_config import HELD_OUT, CanonJobConfig, micro_batc
 from canon_pretrain.titan.launch import Comparison, compare, record_launch
 from canon_pretrain.titan.metrics import CanonMetrics, named_data, profiling
 from canon_pretrain.titan.optimizers import Optimizers
-from canon_pretrain.titan.parallelize import choose_canon, choose_mixer, clip_gradients
+from canon_pretrain.titan.parallelize import clip_gradients
 from canon_pretrain.titan.spec import use_train_spec
 from canon_pretrain.titan.validation import CanonValidator, logged_at
 

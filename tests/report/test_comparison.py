@@ -328,7 +328,7 @@ def test_held_out_loss_against_formulas_by_hand(tmp_path):
     nats = []
     for run in read_runs(paths)[0]:
         (evaluation,) = run.evaluations
-        items = ItemCache().get(evaluation.folder, "validation", "nats_per_token")
+        items = ItemCache().get(evaluation, "validation", "nats_per_token")
         nats.append(items.values["nats_per_token"])
     weights = nats[0][:, 1]
     differences = (nats[2] + nats[3] - nats[0] - nats[1])[:, 0] / 2

@@ -98,7 +98,7 @@ def test_an_item_without_a_score_is_in_no_pair(runs):
     assert len(evaluations) == 4
 
     for evaluation in evaluations:
-        items = ItemCache().get(evaluation.folder, "boolq", "acc")
+        items = ItemCache().get(evaluation, "boolq", "acc")
         assert len(items.keys) == 5
         assert not [key for key in items.keys if "doc z" in key]
 

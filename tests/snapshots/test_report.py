@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from canon_pretrain.core.terminal import Console
+from canon_pretrain.explain import PartRow, StepContent, print_step
 from canon_pretrain.report.status import overview, summarize_run
 from eval.__main__ import main as eval_main
 from tests.board_runs import BOARD, curve, plant_board
@@ -89,6 +90,46 @@ def test_eval_compare(tmp_path, capsys, monkeypatch, snapshot):
     runs_a = [str(tmp_path / f"a{seed}") for seed in range(2)]
     runs_b = [str(tmp_path / f"b{seed}") for seed in range(2)]
     eval_main(["compare", "--a", *runs_a, "--b", *runs_b])
+
+    assert capsys.readouterr().out == snapshot
+
+
+def test_eval_compare_losses(tmp_path, capsys, monkeypatch, snapshot):
+    monkeypatch.setenv("COLUMNS", "140")
+    rng = np.random.default_rng(4)
+    for name, mean in (("a", 3.2), ("b0", 3.1), ("b1", 3.11)):
+        losses = [f"{k},{loss:.4f}\n" for k, loss in enumerate(rng.normal(mean, 0.02, 30))]
+        (tmp_path / f"{name}.csv").write_text("document,loss\n" + "".join(losses))
+
+    a, *b = [str(tmp_path / f"{name}.csv") for name in ("a", "b0", "b1")]
+    eval_main(["compare", "--losses", *b, "--against", a])
+
+    assert capsys.readouterr().out == snapshot
+
+
+def test_explain(capsys, monkeypatch, snapshot):
+    monkeypatch.setenv("COLUMNS", "100")
+    rows = []
+    for document, deviations in ((17, 12.3), (4, 0.52), (9, -0.7), (3, None)):
+        row = PartRow(
+            sample=60 + document,
+            source="web",
+            fingerprint="0" * 64,
+            document=document,
+            document_tokens=5000,
+            start=1234,
+            tokens=3,
+            nats_per_token=3.75 if deviations else None,
+            deviations=deviations,
+            gradient_share=0.25 if deviations else None,
+            text="text \x1b of it",
+            ids=[5, 6, 7],
+            nats=[None, 3.0, 4.5],
+        )
+        rows.append(row)
+
+    print_step(StepContent(1200, 1000, 4, 3.75, 3.7, 0.5, 0.51, rows), top=3)
+    print_step(StepContent(1200, None, 4, None, None, None, None, rows[3:]), top=3)
 
     assert capsys.readouterr().out == snapshot
 
