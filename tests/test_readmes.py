@@ -43,7 +43,7 @@ QUICK = {"canon train --config mine.toml": f"canon train --config mine.toml {STE
 OTHER_TOOLS = """--nproc-per-node --nodes --time --cpus-per-task --gpus-per-node --gres --signal
 --name --index-url --no-build-isolation --model_args --tasks --include_path --metadata --model
 --help --section.key --model.KEY --additional-suffix --force-reinstall --no-deps --enforce-eager
---trust-remote-code""".split()
+--trust-remote-code --kv-cache-memory-bytes""".split()
 of_every_document = pytest.mark.parametrize("name", DOCS)
 
 
