@@ -44,31 +44,10 @@ GRADIENT_VALUES = 32
 
 
 @triton.jit
-def is_pair(place_C, size: tl.constexpr):
-    """Whether row and column are the second and the first block of one pair, [C, C]."""
-    pair = place_C // (2 * size)
-    row = (place_C & size)[:, None] != 0
-    column = (place_C & size)[None, :] == 0
-    return (pair[:, None] == pair[None, :]) & row & column
-
-
-@triton.jit
-def is_summed(place_C, size: tl.constexpr):
-    """Whether the log decay of a row's token is in the sums of a column's token, [C, C].
-
-    In second blocks the sums of the token and of later ones; in first blocks those of earlier ones.
-    """
-    block = place_C // size
-    same_block = block[:, None] == block[None, :]
-    later = place_C[None, :] >= place_C[:, None]
-    return same_block & (later == chunks.is_second(place_C, size))
-
-
-@triton.jit
 def gla_scores_kernel(
     q, k, log_decay, starts, q_since, k_until, decay, scores,
-    scale, num_tokens, num_heads, key_dim, q_step, k_step, log_step,
-    has_starts: tl.constexpr, chunk: tl.constexpr, levels: tl.constexpr, keys: tl.constexpr,
+    scale, num_tokens, num_heads, num_levels, key_dim, q_step, k_step, log_step,
+    has_starts: tl.constexpr, chunk: tl.constexpr, keys: tl.constexpr,
 ):  # fmt: skip
     """Write q~, k~, the decay of the chunk, and the scores of its tokens."""
     n = tl.program_id(0)
@@ -103,28 +82,25 @@ def gla_scores_kernel(
         # The diagonal, which no decay changes, then pairs of blocks.
         diagonal_C = tl.sum(q_CK * k_CK, axis=1)
         scores_CC += tl.where(place[:, None] == place[None, :], diagonal_C[:, None], 0.0)
-        since_CK = log_CK
-        until_CK = tl.zeros_like(log_CK)
-        total_CK = log_CK
-        for level in tl.static_range(levels):
-            second_C1 = chunks.is_second(place, 1 << level)
-            decay_CK = tl.exp(tl.where(second_C1, since_CK, until_CK))
-            product_CC = chunks.product(
-                (q_CK * decay_CK).to(dtype), tl.trans((k_CK * decay_CK).to(dtype))
-            )
-            scores_CC += tl.where(is_pair(place, 1 << level), product_CC, 0.0)
-            since_CK, until_CK, total_CK = chunks.join_blocks(
-                since_CK, until_CK, total_CK, place, 1 << level
-            )
+        high_CK, middle_CK, low_CK = chunks.split(log_CK)
+        for level in range(num_levels):
+            between_CC = chunks.is_between(place, level)
+            decay_CK = tl.exp(chunks.sums(between_CC, high_CK, middle_CK, low_CK))
+            q_decayed_CK = (q_CK * decay_CK).to(dtype)
+            k_decayed_CK = (k_CK * decay_CK).to(dtype)
+            product_CC = chunks.product(q_decayed_CK, tl.trans(k_decayed_CK))
+            scores_CC += tl.where(chunks.is_pair(place, level), product_CC, 0.0)
 
+        is_earlier_CC = place[None, :] <= place[:, None]
+        is_later_CC = place[None, :] > place[:, None]
+        since_CK = chunks.sums(is_earlier_CC, high_CK, middle_CK, low_CK)
+        until_CK = chunks.sums(is_later_CC, high_CK, middle_CK, low_CK)
         q_since_CK = q_CK * tl.exp(since_CK)
         k_until_CK = k_CK * tl.exp(until_CK)
         chunks.store_tile(q_since, place, key, chunk, key_dim, key_dim, q_since_CK)
         chunks.store_tile(k_until, place, key, chunk, key_dim, key_dim, k_until_CK)
-        # The total is the same for all tokens.
-        decay_CK = tl.exp(total_CK)
-        mask = (place == 0)[:, None] & (key < key_dim)[None, :]
-        tl.store(decay + key[None, :] + place[:, None] * 0, decay_CK, mask=mask)
+        decay_K = tl.exp(chunks.last_row(since_CK, place))
+        tl.store(decay + key, decay_K, mask=key < key_dim)
     chunks.store_tile(scores, place, place, chunk, chunk, chunk, scores_CC)
 
 
@@ -245,9 +221,10 @@ def gla_score_gradients_kernel(
 @triton.jit
 def gla_gradients_kernel(
     q, k, v, log_decay, starts, do, dscores, states, dstates, dq, dk, dlog_decay,
-    scale, num_tokens, num_heads, key_dim, value_dim, q_step, k_step, v_step, log_step, do_step,
-    has_starts: tl.constexpr, half: tl.constexpr, chunk: tl.constexpr, levels: tl.constexpr,
-    keys: tl.constexpr, width: tl.constexpr,
+    scale, num_tokens, num_heads, num_levels, key_dim, value_dim,
+    q_step, k_step, v_step, log_step, do_step,
+    has_starts: tl.constexpr, half: tl.constexpr, chunk: tl.constexpr, keys: tl.constexpr,
+    width: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of q, k and the log decays of a chunk, for a tile of keys."""
     key = tl.program_id(0) * keys + tl.arange(0, keys)
@@ -271,9 +248,42 @@ def gla_gradients_kernel(
     states += number * key_dim * value_dim
     dstates += number * key_dim * value_dim
 
-    # Through the states: do S^T, v dS'^T, and the sum of S dS'.
+    # Through the scores of pairs of blocks: in each, only second blocks have dq, only first dk.
     place = tl.arange(0, chunk)
     token = n * chunk + place
+    q_CK = chunks.load_tile(q, token, key, num_tokens, key_dim, q_step).to(tl.float32) * scale
+    k_CK = chunks.load_tile(k, token, key, num_tokens, key_dim, k_step).to(tl.float32)
+    log_CK = chunks.load_tile(log_decay, token, key, num_tokens, key_dim, log_step)
+    log_CK = chunks.cut_tokens(log_CK, starts, token, num_tokens, has_starts)
+    high_CK, middle_CK, low_CK = chunks.split(log_CK)
+    dscores_CC = chunks.load_tile(dscores, place, place, chunk, chunk, chunk)
+    dq_scores_CK = tl.zeros([chunk, keys], tl.float32)
+    dk_scores_CK = tl.zeros([chunk, keys], tl.float32)
+    dlog_CK = tl.zeros([chunk, keys], tl.float32)
+    for level in range(num_levels):
+        between_CC = chunks.is_between(place, level)
+        decay_CK = tl.exp(chunks.sums(between_CC, high_CK, middle_CK, low_CK))
+        pair_CC = tl.where(chunks.is_pair(place, level), dscores_CC, 0.0).to(dscores_CC.dtype)
+        dq_pair_CK = decay_CK * chunks.product(pair_CC, k_CK * decay_CK)
+        dk_pair_CK = decay_CK * chunks.product(tl.trans(pair_CC), q_CK * decay_CK)
+        dq_scores_CK += dq_pair_CK
+        dk_scores_CK += dk_pair_CK
+        change_CK = q_CK * dq_pair_CK + k_CK * dk_pair_CK
+        is_summed_CC = tl.trans(between_CC.to(tl.float32))
+        dlog_CK = chunks.sum_product(is_summed_CC, change_CK, dlog_CK, half)
+
+    # The diagonal of the scores, which is in no decay.
+    diagonal_CC = tl.where(place[:, None] == place[None, :], dscores_CC, 0.0)
+    diagonal_C = tl.sum(diagonal_CC.to(tl.float32), axis=1)
+    dq_scores_CK += diagonal_C[:, None] * k_CK
+    dk_scores_CK += diagonal_C[:, None] * q_CK
+
+    is_earlier_CC = place[None, :] <= place[:, None]
+    is_later_CC = place[None, :] > place[:, None]
+    since_CK = chunks.sums(is_earlier_CC, high_CK, middle_CK, low_CK)
+    until_CK = chunks.sums(is_later_CC, high_CK, middle_CK, low_CK)
+
+    # Through the states: do S^T since the chunk began, v dS'^T until its end, and S dS'.
     dq_CK = tl.zeros([chunk, keys], tl.float32)
     dk_CK = tl.zeros([chunk, keys], tl.float32)
     carried_K = tl.zeros([keys], tl.float32)
@@ -286,53 +296,19 @@ def gla_gradients_kernel(
         dq_CK = chunks.product(do_CV, tl.trans(states_KV), dq_CK)
         dk_CK = chunks.product(v_CV, tl.trans(dstates_KV), dk_CK)
         carried_K += tl.sum(states_KV.to(tl.float32) * dstates_KV.to(tl.float32), axis=1)
-
-    q_CK = chunks.load_tile(q, token, key, num_tokens, key_dim, q_step)
-    k_CK = chunks.load_tile(k, token, key, num_tokens, key_dim, k_step)
-    log_CK = chunks.load_tile(log_decay, token, key, num_tokens, key_dim, log_step)
-    log_CK = chunks.cut_tokens(log_CK, starts, token, num_tokens, has_starts)
-    dscores_CC = chunks.load_tile(dscores, place, place, chunk, chunk, chunk)
-    dtype: tl.constexpr = k.dtype.element_ty
-    q_CK = q_CK.to(tl.float32) * scale
-    k_CK = k_CK.to(tl.float32)
-
-    # Through the scores of pairs of blocks: in each, only second blocks have dq, only first dk.
-    since_CK = log_CK
-    until_CK = tl.zeros_like(log_CK)
-    total_CK = log_CK
-    dq_scores_CK = tl.zeros([chunk, keys], tl.float32)
-    dk_scores_CK = tl.zeros([chunk, keys], tl.float32)
-    dlog_CK = tl.zeros([chunk, keys], tl.float32)
-    for level in tl.static_range(levels):
-        second_C1 = chunks.is_second(place, 1 << level)
-        decay_CK = tl.exp(tl.where(second_C1, since_CK, until_CK))
-        pair_CC = tl.where(is_pair(place, 1 << level), dscores_CC, 0.0).to(dtype)
-        dq_pair_CK = decay_CK * chunks.product(pair_CC, k_CK * decay_CK)
-        dk_pair_CK = decay_CK * chunks.product(tl.trans(pair_CC), q_CK * decay_CK)
-        dq_scores_CK += dq_pair_CK
-        dk_scores_CK += dk_pair_CK
-        change_CK = q_CK * dq_pair_CK + k_CK * dk_pair_CK
-        dlog_CK += chunks.sum_product(is_summed(place, 1 << level), change_CK, half)
-        since_CK, until_CK, total_CK = chunks.join_blocks(
-            since_CK, until_CK, total_CK, place, 1 << level
-        )
-
-    # The chunk's own decays: those since it began are in do S^T, those until its end in v dS'^T.
     dq_CK *= tl.exp(since_CK)
     dk_CK *= tl.exp(until_CK)
-    later_CC = place[None, :] >= place[:, None]
-    dlog_CK += chunks.sum_product(later_CC, q_CK * dq_CK, half)
-    dlog_CK += chunks.sum_product(later_CC == 0, k_CK * dk_CK, half)
-    dlog_CK += tl.exp(total_CK) * carried_K[None, :]
-
-    # The diagonal of the scores, which is in no decay.
-    diagonal_CC = tl.where(place[:, None] == place[None, :], dscores_CC, 0.0)
-    diagonal_C = tl.sum(diagonal_CC.to(tl.float32), axis=1)
-    dq_CK += dq_scores_CK + diagonal_C[:, None] * k_CK
-    dk_CK += dk_scores_CK + diagonal_C[:, None] * q_CK
+    dq_scores_CK += dq_CK
+    dk_scores_CK += dk_CK
     step = num_heads * key_dim
-    chunks.store_tile(dq, token, key, num_tokens, key_dim, step, scale * dq_CK)
-    chunks.store_tile(dk, token, key, num_tokens, key_dim, step, dk_CK)
+    chunks.store_tile(dq, token, key, num_tokens, key_dim, step, scale * dq_scores_CK)
+    chunks.store_tile(dk, token, key, num_tokens, key_dim, step, dk_scores_CK)
+
+    since_summed_CC = tl.trans(is_earlier_CC.to(tl.float32))
+    until_summed_CC = tl.trans(is_later_CC.to(tl.float32))
+    dlog_CK = chunks.sum_product(since_summed_CC, q_CK * dq_CK, dlog_CK, half)
+    dlog_CK = chunks.sum_product(until_summed_CC, k_CK * dk_CK, dlog_CK, half)
+    dlog_CK += (tl.exp(chunks.last_row(since_CK, place)) * carried_K)[None, :]
     chunks.store_tile(dlog_decay, token, key, num_tokens, key_dim, step, dlog_CK)
 
 
@@ -429,13 +405,13 @@ def compute_scores(inputs: Inputs) -> Scores:
         scale,
         num_tokens,
         num_heads,
+        chunk.bit_length() - 1,
         key_dim,
         q_step=q_BTHK.stride(1),
         k_step=k_BTHK.stride(1),
         log_step=log_decay_BTHK.stride(1),
         has_starts=starts_BT is not None,
         chunk=chunk,
-        levels=chunk.bit_length() - 1,
         keys=chunks.side(key_dim, SCORE_KEYS),
         num_warps=4,
         enable_fp_fusion=True,
@@ -567,6 +543,7 @@ def _gradients(
         scale,
         num_tokens,
         num_heads,
+        chunk.bit_length() - 1,
         key_dim,
         value_dim,
         q_step=q_BTHK.stride(1),
@@ -577,7 +554,6 @@ def _gradients(
         has_starts=starts_BT is not None,
         half=q_BTHK.dtype != torch.float32,
         chunk=chunk,
-        levels=chunk.bit_length() - 1,
         keys=keys,
         width=chunks.side(value_dim, GRADIENT_VALUES),
         num_warps=8,

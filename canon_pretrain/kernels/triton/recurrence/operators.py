@@ -14,9 +14,11 @@ from torch import Tensor
 
 from canon_pretrain.kernels.compiled import needed_grads
 from canon_pretrain.kernels.gla import chunked_gla
+from canon_pretrain.kernels.ssd import chunked_ssd
 from canon_pretrain.kernels.triton import blocks
 from canon_pretrain.kernels.triton.recurrence import chunks
 from canon_pretrain.kernels.triton.recurrence import gla as gla_kernels
+from canon_pretrain.kernels.triton.recurrence import ssd as ssd_kernels
 
 
 def gla(
@@ -43,6 +45,33 @@ def gla(
         None if state is None else state.float(),
         starts_BT,
         scale,
+    )
+    return outputs
+
+
+def ssd(
+    x_BTHP: Tensor,
+    dt_BTH: Tensor,
+    A_H: Tensor,
+    B_BTN: Tensor,
+    C_BTN: Tensor,
+    D_H: Tensor,
+    state: Tensor | None = None,
+    starts_BT: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute `chunked_ssd`; products are in the dtype of x, sums and states in float32."""
+    if not _is_supported(x_BTHP):
+        return chunked_ssd(x_BTHP, dt_BTH, A_H, B_BTN, C_BTN, D_H, state, starts_BT)
+    outputs: tuple[Tensor, Tensor]
+    outputs = ssd_operator(
+        x_BTHP,
+        dt_BTH.float(),
+        A_H.float(),
+        B_BTN.to(x_BTHP.dtype),
+        C_BTN.to(x_BTHP.dtype),
+        D_H.float(),
+        None if state is None else state.float(),
+        starts_BT,
     )
     return outputs
 
@@ -125,3 +154,83 @@ def _differentiate_gla(ctx: Any, do: Tensor, dfinal: Tensor) -> tuple[Tensor | N
 
 
 gla_operator.register_autograd(_differentiate_gla, setup_context=_save_gla)
+
+
+# -- Mamba2 -------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("canon_pretrain::triton_ssd", mutates_args=())
+def ssd_operator(
+    x_BTHP: Tensor,
+    dt_BTH: Tensor,
+    A_H: Tensor,
+    B_BTN: Tensor,
+    C_BTN: Tensor,
+    D_H: Tensor,
+    state_BHNP: Tensor | None,
+    starts_BT: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return y [B, T, H, P], and the last state [B, H, N, P] in float32."""
+    inputs = _ssd_inputs(x_BTHP, dt_BTH, A_H, B_BTN, C_BTN, D_H, starts_BT)
+    with blocks.on_device(x_BTHP):
+        return ssd_kernels.forward(inputs, state_BHNP)
+
+
+@torch.library.custom_op("canon_pretrain::triton_ssd_backward", mutates_args=())
+def ssd_backward_operator(
+    dy_BTHP: Tensor,
+    dfinal_BHNP: Tensor,
+    x_BTHP: Tensor,
+    dt_BTH: Tensor,
+    A_H: Tensor,
+    B_BTN: Tensor,
+    C_BTN: Tensor,
+    D_H: Tensor,
+    state_BHNP: Tensor | None,
+    starts_BT: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of x, dt, A, B, C, D and the state before the first token."""
+    inputs = _ssd_inputs(x_BTHP, dt_BTH, A_H, B_BTN, C_BTN, D_H, starts_BT)
+    with blocks.on_device(x_BTHP):
+        return ssd_kernels.backward(chunks.by_tokens(dy_BTHP), dfinal_BHNP, inputs, state_BHNP)
+
+
+def _ssd_inputs(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, starts: Tensor | None
+) -> ssd_kernels.Inputs:
+    return ssd_kernels.Inputs(
+        chunks.by_tokens(x),
+        chunks.by_tokens(dt[:, :, None])[:, :, 0],
+        A.contiguous(),
+        chunks.by_tokens(B[:, :, None])[:, :, 0],
+        chunks.by_tokens(C[:, :, None])[:, :, 0],
+        D.contiguous(),
+        starts,
+    )
+
+
+@ssd_operator.register_fake
+def _(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, *_: Any
+) -> tuple[Tensor, Tensor]:
+    batch, _num_tokens, num_heads, head_dim = x.shape
+    return x.new_empty(x.shape), dt.new_empty(batch, num_heads, B.shape[2], head_dim)
+
+
+@ssd_backward_operator.register_fake
+def _(
+    dy: Tensor, dfinal: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
+    D: Tensor, *_: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return tuple(tensor.new_empty(tensor.shape) for tensor in (x, dt, A, B, C, D, dfinal))
+
+
+def _save_ssd(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate_ssd(ctx: Any, dy: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
+    return needed_grads(ctx, *ssd_backward_operator(dy, dfinal, *ctx.saved_tensors))
+
+
+ssd_operator.register_autograd(_differentiate_ssd, setup_context=_save_ssd)
