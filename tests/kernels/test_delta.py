@@ -10,6 +10,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from canon_pretrain.kernels import delta
 from canon_pretrain.kernels.delta import chunked_delta
+from tests.delta_cases import derived, recurrence
 from tests.gpu_form import on_gpu, relative_errors
 
 DECAYS = {
@@ -45,41 +46,6 @@ def problem(num_tokens, decay="usual", dtype=torch.float32, largest_step=1.0):
     wide = torch.promote_types(dtype, torch.float32)
     inputs = [q.to(dtype), k.to(dtype), v.to(dtype), g.to(wide), beta.to(wide)]
     return inputs, state.to(wide), starts
-
-
-def recurrence(q, k, v, g, beta, state=None, starts=None):
-    """Compute the formula, token by token, in float64."""
-    q, k, v, g, beta = (x.double() for x in (q, k, v, g, beta))
-    rows, num_tokens, heads, key_width = k.shape
-    identity = torch.eye(key_width, dtype=torch.float64)
-    if state is None:
-        state = torch.zeros(rows, heads, key_width, v.shape[-1])
-    state = state.double()
-
-    outputs = []
-    for t in range(num_tokens):
-        if starts is not None:
-            state = torch.where(starts[:, t, None, None, None], 0, state)
-        q_t, k_t, v_t = (x[:, t, :, None] for x in (q, k, v))
-        a_t = g[:, t, :, None, None].exp()
-        b_t = beta[:, t, :, None, None]
-        state = a_t * (identity - b_t * k_t.mT @ k_t) @ state + b_t * k_t.mT @ v_t
-        outputs.append(key_width**-0.5 * (q_t @ state)[:, :, 0])
-    return torch.stack(outputs, dim=1), state
-
-
-def derived(function, inputs, state, starts):
-    """Return the outputs and the gradients of all inputs, in float64."""
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    first_state = None if state is None else state.clone().requires_grad_()
-    outputs = function(*leaves, first_state, starts)
-
-    generator = torch.Generator().manual_seed(9)
-    dys = [torch.randn(y.shape, generator=generator, dtype=torch.float64) for y in outputs]
-    objective = sum((y.double() * dy).sum() for y, dy in zip(outputs, dys, strict=True))
-    if first_state is not None:
-        leaves.append(first_state)
-    return [x.double() for x in (*outputs, *torch.autograd.grad(objective, leaves))]
 
 
 def assert_same(computed, expected, tolerance=1e-5):

@@ -49,30 +49,42 @@ WALK_STATE = 4096
 STAGES = 2
 """Tiles of a loop on their way to shared memory: with more, a walk has a multiprocessor alone."""
 GRADIENT_KEYS = 64
-GRADIENT_VALUES = 64
+GRADIENT_VALUES = 32
 
 
 # -- decays and steps ---------------------------------------------------------------------------
 
 
 @triton.jit
-def load_steps(g, beta, place_C, num_tokens, num_heads):
-    """Log decays of a chunk in float64, at least CUT, and steps; 0 after the last token."""
-    exists = place_C < num_tokens
-    log_C = tl.load(g + place_C * num_heads, mask=exists, other=0.0)
-    beta_C = tl.load(beta + place_C * num_heads, mask=exists, other=0.0)
-    log_C = tl.where(log_C < chunks.CUT, chunks.CUT, log_C)
-    return log_C.to(tl.float64), beta_C
+def load_steps(beta, place_C, num_tokens, num_heads):
+    """The steps of a chunk, 0 after the last token."""
+    return tl.load(beta + place_C * num_heads, mask=place_C < num_tokens, other=0.0)
 
 
 @triton.jit
-def decays_of_chunk(log_C):
-    """Decays from the chunk's start, to its end, and from start to end."""
+def load_sums(g, place_C, num_tokens, num_heads):
+    """Sums of a chunk's log decays up to each token and of all, as pairs of float32.
+
+    They are added in float64, each at least CUT; a NaN stays one.
+    """
+    log_C = tl.load(g + place_C * num_heads, mask=place_C < num_tokens, other=0.0)
+    log_C = tl.where(log_C < chunks.CUT, chunks.CUT, log_C).to(tl.float64)
     sums_C = tl.cumsum(log_C, axis=0)
     total = tl.sum(log_C, axis=0)
-    from_start_C = tl.exp(sums_C.to(tl.float32))
-    to_end_C = tl.exp((total - sums_C).to(tl.float32))
-    return from_start_C, to_end_C, tl.exp(total.to(tl.float32))
+    high_C = sums_C.to(tl.float32)
+    low_C = (sums_C - high_C.to(tl.float64)).to(tl.float32)
+    high = total.to(tl.float32)
+    low = (total - high.to(tl.float64)).to(tl.float32)
+    return high_C, low_C, high, low
+
+
+@triton.jit
+def load_decays(g, place_C, num_tokens, num_heads):
+    """Decays since a chunk began, until it ends, and of the whole chunk."""
+    high_C, low_C, high, low = load_sums(g, place_C, num_tokens, num_heads)
+    since_C = chunks.decay_since(high_C, low_C)
+    until_C = chunks.decay_until(high_C, low_C, high, low)
+    return since_C, until_C, chunks.decay_since(high, low)
 
 
 # -- inverse ------------------------------------------------------------------------------------
@@ -154,8 +166,9 @@ def delta_chunks_kernel(
     place = tl.arange(0, chunk)
     key = tl.arange(0, keys)
     num_left = num_tokens - n * chunk
-    log_C, beta_C = load_steps(g, beta, place, num_left, num_heads)
-    mixing_CC = chunks.decays_between(tl.cumsum(log_C, axis=0), place) * beta_C[None, :]
+    high_C, low_C, _, _ = load_sums(g, place, num_left, num_heads)
+    beta_C = load_steps(beta, place, num_left, num_heads)
+    mixing_CC = chunks.decay_between(high_C, low_C, place) * beta_C[None, :]
 
     q_CK = chunks.load_tile(q, place, key, num_left, key_dim, q_step)
     k_CK = chunks.load_tile(k, place, key, num_left, key_dim, k_step)
@@ -215,26 +228,26 @@ def delta_forward_kernel(
         k_CK = chunks.load_tile(k, place, key, num_left, key_dim, k_step)
         v_CV = chunks.load_tile(v, place, value, num_left, value_dim, v_step)
         inverse_CC = chunks.load_tile(inverse, place, place, chunk, chunk, chunk)
-        log_C, beta_C = load_steps(g, beta, place, num_left, num_heads)
-        from_start_C, to_end_C, decay = decays_of_chunk(log_C)
+        since_C, until_C, decay = load_decays(g, place, num_left, num_heads)
+        beta_C = load_steps(beta, place, num_left, num_heads)
 
         # z = T (v - d k S)
         factor_KV = state_KV.to(dtype)
         error_CV = v_CV.to(tl.float32)
-        error_CV -= from_start_C[:, None] * chunks.product(k_CK, factor_KV)
+        error_CV -= since_C[:, None] * chunks.product(k_CK, factor_KV)
         z_CV = chunks.product(inverse_CC, error_CV.to(dtype))
         if for_backward:
             chunks.store_tile(z, place, value, num_left, value_dim, o_step, z_CV)
             chunks.store_tile(states, key, value, key_dim, value_dim, value_dim, state_KV)
 
         # S' = d_C S + k^T (e b z)
-        written_CV = (to_end_C * beta_C)[:, None] * z_CV
+        written_CV = (until_C * beta_C)[:, None] * z_CV
         state_KV = chunks.product(tl.trans(k_CK), written_CV.to(dtype), decay * state_KV)
 
         # o = P z + scale d q S
         if not for_backward:
             q_CK = chunks.load_tile(q, place, key, num_left, key_dim, q_step)
-            o_CV = (scale * from_start_C)[:, None] * chunks.product(q_CK, factor_KV)
+            o_CV = (scale * since_C)[:, None] * chunks.product(q_CK, factor_KV)
             scores_CC = chunks.load_tile(scores, place, place, chunk, chunk, chunk)
             o_CV = chunks.product(scores_CC, z_CV.to(dtype), o_CV)
             chunks.store_tile(o, place, value, num_left, value_dim, o_step, o_CV)
@@ -291,13 +304,13 @@ def delta_backward_kernel(
         k_CK = chunks.load_tile(k, place, key, num_left, key_dim, k_step)
         do_CV = chunks.load_tile(do, place, value, num_left, value_dim, do_step)
         inverse_CC = chunks.load_tile(inverse, place, place, chunk, chunk, chunk)
-        log_C, beta_C = load_steps(g, beta, place, num_left, num_heads)
-        from_start_C, to_end_C, decay = decays_of_chunk(log_C)
+        since_C, until_C, decay = load_decays(g, place, num_left, num_heads)
+        beta_C = load_steps(beta, place, num_left, num_heads)
         chunks.store_tile(dstates, key, value, key_dim, value_dim, value_dim, dstate_KV)
 
         # dz = P^T do + e b k dS'
         scores_CC = chunks.load_tile(scores, place, place, chunk, chunk, chunk)
-        dz_CV = (to_end_C * beta_C)[:, None] * chunks.product(k_CK, dstate_KV.to(dtype))
+        dz_CV = (until_C * beta_C)[:, None] * chunks.product(k_CK, dstate_KV.to(dtype))
         dz_CV = chunks.product(tl.trans(scores_CC), do_CV, dz_CV)
 
         # dv = T^T dz
@@ -305,8 +318,8 @@ def delta_backward_kernel(
         chunks.store_tile(dv, place, value, num_left, value_dim, dv_step, dv_CV)
 
         # dS = d_C dS' + scale q^T (d do) - k^T (d dv)
-        read_CV = (scale * from_start_C)[:, None] * do_CV.to(tl.float32)
-        error_CV = -from_start_C[:, None] * dv_CV
+        read_CV = (scale * since_C)[:, None] * do_CV.to(tl.float32)
+        error_CV = -since_C[:, None] * dv_CV
         dstate_KV = chunks.product(tl.trans(q_CK), read_CV.to(dtype), decay * dstate_KV)
         dstate_KV = chunks.product(tl.trans(k_CK), error_CV.to(dtype), dstate_KV)
 
@@ -358,8 +371,7 @@ def delta_gradients_kernel(
 
     place = tl.arange(0, chunk)
     num_left = num_tokens - n * chunk
-    log_C, beta_C = load_steps(g, beta, place, num_left, num_heads)
-    from_start_C, to_end_C, decay = decays_of_chunk(log_C)
+    beta_C = load_steps(beta, place, num_left, num_heads)
     dtype: tl.constexpr = k.dtype.element_ty
 
     # The gradients of q_i k_j^T and of k_i k_j^T, but for the factor b_j.
@@ -372,7 +384,8 @@ def delta_gradients_kernel(
         dv_CV = chunks.load_tile(dv, place, value, num_left, value_dim, value_step)
         do_z_CC = chunks.product(do_CV, tl.trans(z_CV), do_z_CC)
         dv_z_CC = chunks.product(dv_CV, tl.trans(z_CV), dv_z_CC)
-    decays_CC = chunks.decays_between(tl.cumsum(log_C, axis=0), place)
+    high_C, low_C, _, _ = load_sums(g, place, num_left, num_heads)
+    decays_CC = chunks.decay_between(high_C, low_C, place)
     is_earlier = place[None, :] < place[:, None]
     dscores_CC = scale * decays_CC * do_z_CC
     dsystem_CC = tl.where(is_earlier, -decays_CC * dv_z_CC, 0.0)
@@ -396,6 +409,7 @@ def delta_gradients_kernel(
     dsystem_CC *= beta_C[None, :]
     dsystem_CC = (dsystem_CC + tl.trans(dsystem_CC)).to(dtype)
 
+    since_C, until_C, decay = load_decays(g, place, num_left, num_heads)
     read_C = tl.zeros([chunk], tl.float32)
     written_C = tl.zeros([chunk], tl.float32)
     for first_key in range(0, key_dim, keys):
@@ -416,9 +430,9 @@ def delta_gradients_kernel(
             dread_CK = chunks.product(dv_CV, tl.trans(state_KV), dread_CK)
             dwritten_CK = chunks.product(z_CV, tl.trans(dstate_KV), dwritten_CK)
             carried_K += tl.sum(state_KV.to(tl.float32) * dstate_KV.to(tl.float32), axis=1)
-        dq_CK *= (scale * from_start_C)[:, None]
-        dread_CK *= -from_start_C[:, None]
-        dwritten_CK *= to_end_C[:, None]
+        dq_CK *= (scale * since_C)[:, None]
+        dread_CK *= -since_C[:, None]
+        dwritten_CK *= until_C[:, None]
 
         # Their decays: d_i, of the log decays until i, e_j, of those after j, and d_C, of all.
         q_CK = chunks.load_tile(q, place, key, num_left, key_dim, q_step)
