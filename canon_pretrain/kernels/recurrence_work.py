@@ -58,7 +58,7 @@ def triton_work(
     return Work(
         launches=costs.launches,
         bytes_moved=num_heads * costs.num_bytes,
-        flops=flops,  # type: ignore[arg-type]
+        flops=flops,
     )
 
 
