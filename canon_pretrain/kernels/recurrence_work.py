@@ -17,8 +17,6 @@ from canon_pretrain.kernels.work import Work
 FULL = 4
 CHUNK = 64
 """Tokens of a chunk: `triton/recurrence/chunks.py`."""
-DELTA_WIDE_KEYS = 128
-"""Of the delta rule with more keys, a chunk has half as many tokens."""
 
 
 class Sizes(NamedTuple):
@@ -77,14 +75,21 @@ def _gla_backward(sizes: Sizes) -> Costs:
         num_bytes=half * (2 * V + CHUNK),  # do, v; dA
         flops=2 * CHUNK * V,
     )
-    # q, k, dq, dk, v, do, dA, S, dS'; log decays and their gradients
-    gradients = Costs(
+    # q, k, dq, dk, v, do, S, dS'; log decays and their gradients
+    state_gradients = Costs(
         launches=1,
-        num_bytes=half * (4 * K + 2 * V + CHUNK + 2 * K * V / CHUNK) + FULL * 2 * K,
-        flops=4 * K * V + (6 * levels + 4) * CHUNK * K,
+        num_bytes=half * (4 * K + 2 * V + 2 * K * V / CHUNK) + FULL * 2 * K,
+        flops=4 * K * V + 4 * CHUNK * K,
+    )
+    # q, k, dA, log decays; the gradients so far, which are read and written
+    pair_gradients = Costs(
+        launches=1,
+        num_bytes=half * (6 * K + CHUNK) + FULL * 3 * K,
+        flops=6 * levels * CHUNK * K,
     )
     states = _gla_states(sizes) + _gla_states(sizes)  # S again, and dS
-    return _gla_scores(sizes) + states + _gla_outputs(sizes) + score_gradients + gradients
+    gradients = score_gradients + state_gradients + pair_gradients
+    return _gla_scores(sizes) + states + _gla_outputs(sizes) + gradients
 
 
 def _gla_scores(sizes: Sizes) -> Costs:
@@ -133,12 +138,18 @@ def _ssd_forward(sizes: Sizes) -> Costs:
 
 def _ssd_backward(sizes: Sizes) -> Costs:
     num_heads, K, V, half = sizes
-    # x, dy, dx, S, dS', B, C; dt and two sums, ddt, scores, dscores, dB, dC
-    gradients = Costs(
+    # x, dy, dx, dS', B; dt and two sums, ddt and the log decays' so far, scores, dscores, dB
+    value_gradients = Costs(
         launches=1,
-        num_bytes=half * (3 * V + 2 * K * V / CHUNK + 2 * K / num_heads)
-        + FULL * (4 + 2 * (CHUNK + K) / num_heads),
-        flops=4 * CHUNK * V + 8 * K * V,
+        num_bytes=half * (3 * V + K * V / CHUNK + K / num_heads)
+        + FULL * (5 + (2 * CHUNK + K) / num_heads),
+        flops=4 * CHUNK * V + 4 * K * V,
+    )
+    # dy, S, dS', C; dt and two sums, what was written of dt and log decays, ddt, dC
+    state_gradients = Costs(
+        launches=1,
+        num_bytes=half * (V + 2 * K * V / CHUNK + K / num_heads) + FULL * (6 + K / num_heads),
+        flops=4 * K * V,
     )
     # B, C, dB, dC; dscores, and dB and dC of the heads
     shared_gradients = Costs(
@@ -147,7 +158,8 @@ def _ssd_backward(sizes: Sizes) -> Costs:
         flops=4 * CHUNK * K / num_heads,
     )
     states = _ssd_states(sizes) + _ssd_states(sizes)  # S again, and dS
-    return _ssd_shared(sizes) + states + gradients + shared_gradients
+    gradients = value_gradients + state_gradients + shared_gradients
+    return _ssd_shared(sizes) + states + gradients
 
 
 def _ssd_shared(sizes: Sizes) -> Costs:
@@ -174,49 +186,46 @@ def _ssd_states(sizes: Sizes) -> Costs:
 
 def _delta_forward(sizes: Sizes) -> Costs:
     _, K, V, half = sizes
-    C = _delta_chunk(K)
-    # q, k, v, o, T; the log decay and the step
+    # q, k, v, o, T, P; the log decay and the step
     walk = Costs(
         launches=1,
-        num_bytes=half * (2 * K + 2 * V + C) + FULL * 2,
-        flops=6 * K * V + 4 * C * V + 2 * C * K,
+        num_bytes=half * (2 * K + 2 * V + 2 * CHUNK) + FULL * 2,
+        flops=6 * K * V + 4 * CHUNK * V,
     )
-    return _delta_inverse(sizes) + walk
+    return _delta_chunks(sizes) + walk
 
 
 def _delta_backward(sizes: Sizes) -> Costs:
     _, K, V, half = sizes
-    C = _delta_chunk(K)
     # forward again: k, v, z, T, S
     forward_walk = Costs(
         launches=1,
-        num_bytes=half * (K + 2 * V + C + K * V / C) + FULL * 2,
-        flops=4 * K * V + 2 * C * V,
+        num_bytes=half * (K + 2 * V + CHUNK + K * V / CHUNK) + FULL * 2,
+        flops=4 * K * V + 2 * CHUNK * V,
     )
-    # q, k, do, dv, T, dS'
+    # q, k, do, dv, T, P, dS'
     backward_walk = Costs(
         launches=1,
-        num_bytes=half * (2 * K + 2 * V + C + K * V / C) + FULL * 2,
-        flops=6 * K * V + 4 * C * V + 2 * C * K,
+        num_bytes=half * (2 * K + 2 * V + 2 * CHUNK + K * V / CHUNK) + FULL * 2,
+        flops=6 * K * V + 4 * CHUNK * V,
     )
     # q, k, dq, dk, z, do, dv, S, dS'; the log decay, the step and their gradients
     gradients = Costs(
         launches=1,
-        num_bytes=half * (4 * K + 3 * V + 2 * K * V / C) + FULL * 4,
-        flops=6 * K * V + 4 * C * V + 10 * C * K,
+        num_bytes=half * (4 * K + 3 * V + 2 * K * V / CHUNK) + FULL * 4,
+        flops=6 * K * V + 4 * CHUNK * V + 10 * CHUNK * K,
     )
-    return _delta_inverse(sizes) + forward_walk + backward_walk + gradients
+    return _delta_chunks(sizes) + forward_walk + backward_walk + gradients
 
 
-def _delta_inverse(sizes: Sizes) -> Costs:
+def _delta_chunks(sizes: Sizes) -> Costs:
     _, K, _, half = sizes
-    C = _delta_chunk(K)
-    # k, T; the inverse by substitution and joins is about another C^2
-    return Costs(launches=1, num_bytes=half * (K + C) + FULL * 2, flops=2 * C * K + C * C)
-
-
-def _delta_chunk(key_dim: int) -> int:
-    return CHUNK if key_dim <= DELTA_WIDE_KEYS else CHUNK // 2
+    # q, k, T, P; the inverse by substitution and joins is about another C^2
+    return Costs(
+        launches=1,
+        num_bytes=half * (2 * K + 2 * CHUNK) + FULL * 2,
+        flops=4 * CHUNK * K + CHUNK**2,
+    )
 
 
 _PASSES: Mapping[str, tuple[Callable[[Sizes], Costs], Callable[[Sizes], Costs]]] = {
