@@ -30,6 +30,7 @@ from canon_pretrain.kernels.products import (
     product,
     sum_of_two_products,
 )
+from canon_pretrain.kernels.state import decayed, with_outer_product
 
 OPERATORS = operator_prefix(__name__)
 CHUNK = 64
@@ -53,9 +54,9 @@ def chunked_delta(
     """Return o_BTHV in the dtype of v, and the state after the last token in `sum_dtype`.
 
     `g_BTH`: the log of the decay a, at most 0, and `beta_BTH`: the step size b, in [0, 2]. The
-    caller normalizes k. `state`: the state before the first token, [B, H, K, V]; None: 0.
-    `starts_BT`: the tokens that do not see the state before them, the first ones of documents.
-    `scale`: K^-1/2 if None.
+    caller normalizes k. `state`: the state before the first token, [B, H, K, V]; None: 0; without
+    gradients, a single token updates it in place. `starts_BT`: the tokens that do not see the state
+    before them, the first ones of documents. `scale`: K^-1/2 if None.
     """
     num_rows, num_tokens, num_heads, key_width = k_BTHK.shape
     dtype = sum_dtype(v_BTHV)
@@ -142,9 +143,9 @@ def _step(
     b_R11 = beta_B1H.to(dtype).reshape(-1, 1, 1)
 
     # z = v - k (a S),    S' = a S + b k^T z
-    decayed_RKV = a_R11 * state_BHKV.flatten(0, 1)
+    decayed_RKV = decayed(state_BHKV.flatten(0, 1), a_R11)
     z_R1V = torch.baddbmm(v_R1V, k_R1K, decayed_RKV, alpha=-1)
-    state_RKV = torch.baddbmm(decayed_RKV, k_R1K.mT, b_R11 * z_R1V)
+    state_RKV = with_outer_product(decayed_RKV, k_R1K.mT, b_R11 * z_R1V)
     o_B1HV = torch.bmm(q_R1K, state_RKV).view_as(v_B1HV)
     return o_B1HV.to(v_B1HV.dtype), state_RKV.view_as(state_BHKV)
 

@@ -28,6 +28,7 @@ from canon_pretrain.kernels.products import (
     product,
     sum_of_two_products,
 )
+from canon_pretrain.kernels.state import decayed, with_outer_product
 
 OPERATORS = operator_prefix(__name__)
 CHUNK = 64
@@ -67,7 +68,8 @@ def chunked_gla(
 
         S_t = diag(exp(log_decay_t)) S_{t-1} + k_t^T v_t,    o_t = scale q_t S_t
 
-    `state` is S before the first token (None: 0); log decays are at most 0 and may be -inf.
+    `state` is S before the first token (None: 0); without gradients, a single token updates it in
+    place. Log decays are at most 0 and may be -inf.
     `starts_BT`: the tokens before which S is set to 0.
     """
     batch, num_tokens, heads, key_dim = k_BTHK.shape
@@ -99,15 +101,15 @@ def _step(
     state_BHKV: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Compute the recurrence for one token by the formula itself."""
-    q_BHK, k_BHK, v_BHV, log_decay_BHK = (
-        x[:, 0].to(state_BHKV.dtype) for x in (q_B1HK, k_B1HK, v_B1HV, log_decay_B1HK)
+    q_RK, k_RK, v_RV, log_decay_RK = (
+        x.to(state_BHKV.dtype).flatten(0, 2) for x in (q_B1HK, k_B1HK, v_B1HV, log_decay_B1HK)
     )
 
     # S_t = diag(exp(log_decay_t)) S_{t-1} + k_t^T v_t,    o_t = scale q_t S_t
-    added_BHKV = k_BHK[..., None] * v_BHV[..., None, :]
-    state_BHKV = log_decay_BHK.exp()[..., None] * state_BHKV + added_BHKV
-    o_BH1V = scale * q_BHK[..., None, :] @ state_BHKV
-    return o_BH1V.transpose(1, 2).to(v_B1HV.dtype), state_BHKV
+    state_RKV = decayed(state_BHKV.flatten(0, 1), log_decay_RK.exp()[..., None])
+    state_RKV = with_outer_product(state_RKV, k_RK[..., None], v_RV[:, None])
+    o_R1V = torch.bmm(scale * q_RK[:, None], state_RKV)
+    return o_R1V.view_as(v_B1HV).to(v_B1HV.dtype), state_RKV.view_as(state_BHKV)
 
 
 class _GLA(torch.autograd.Function):

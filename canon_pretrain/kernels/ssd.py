@@ -30,6 +30,7 @@ from canon_pretrain.kernels.products import (
     product,
     sum_of_two_products,
 )
+from canon_pretrain.kernels.state import decayed, with_outer_product
 
 CHUNK = 64
 """Tokens of a chunk on a CPU."""
@@ -52,8 +53,9 @@ def chunked_ssd(
 ) -> tuple[Tensor, Tensor]:
     """Return y [B, T, H, P] in the dtype of x, and the last state [B, H, N, P] in `sum_dtype`.
 
-    `dt_BTH`: step sizes, after softplus. `A_H`: negative. `state`: before the first token; None: 0.
-    `starts_BT`: bool; no state is carried over to these tokens. B and C are shared by all heads.
+    `dt_BTH`: step sizes, after softplus. `A_H`: negative. `state`: before the first token; None: 0;
+    without gradients, a single token updates it in place. `starts_BT`: bool; no state is carried
+    over to these tokens. B and C are shared by all heads.
     """
     if state is None:
         num_rows, _, num_heads, head_dim = x_BTHP.shape
@@ -86,8 +88,11 @@ def _step(
     if starts_B1 is not None:
         decay_BH = decay_BH.masked_fill(starts_B1, 0)
     dt_x_BHP = dt_BH[..., None] * x_BHP
-    added_BHNP = b_BN[:, None, :, None] * dt_x_BHP[:, :, None]
-    state_BHNP = decay_BH[..., None, None] * state_BHNP + added_BHNP
+    num_heads = state_BHNP.shape[1]
+    b_RN1 = b_BN[:, None].expand(-1, num_heads, -1).reshape(-1, b_BN.shape[1], 1)
+    state_RNP = decayed(state_BHNP.flatten(0, 1), decay_BH.view(-1, 1, 1))
+    state_RNP = with_outer_product(state_RNP, b_RN1, dt_x_BHP.flatten(0, 1)[:, None])
+    state_BHNP = state_RNP.view_as(state_BHNP)
 
     # y_t = C_t S_t + D x_t
     c_state_BH1P = c_BN[:, None, None] @ state_BHNP
