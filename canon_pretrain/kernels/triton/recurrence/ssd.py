@@ -204,8 +204,9 @@ def ssd_value_gradients_kernel(
     """Write what passes through M, D and the state after a chunk, for `heads` heads.
 
     dx; ddt but for the log decays, and dlog of the log decays in M and until the chunk's end,
-    [B, H, chunks, L]; the sums over the heads dscores [groups of heads, B, chunks, L, L] and, by the states, dB [groups, B, T, N];
-    dD [B, chunks, H]. Rows of products are tokens s of x_s, columns l of y_l: all are transposed.
+    [B, H, chunks, L]; dD [B, chunks, H]; the sums over the heads dscores [groups of heads, B,
+    chunks, L, L] and, by the states, dB [groups, B, T, N]. Rows of products are tokens s of x_s,
+    columns l of y_l: all are transposed.
     """
     first_head = tl.program_id(0) * heads
     c = tl.program_id(1)
