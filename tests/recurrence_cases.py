@@ -1,8 +1,8 @@
 """Checks of `kernels/triton/recurrence/` against the recurrences, token by token, in float64.
 
-`kernels/test_triton_recurrence.py` runs CASES in one process with Triton's interpreter (as `python
--m tests.recurrence_cases OUT.json NAMES`). triton is imported by the cases: TRITON_INTERPRET is read
-then.
+`kernels/test_triton_recurrence.py` runs CASES in one process with Triton's interpreter (as
+`python -m tests.recurrence_cases OUT.json NAMES`). triton is imported by the cases:
+TRITON_INTERPRET is read then.
 
 Shapes: B batch, T tokens, H heads, K key dim, V value dim; Mamba2: N = K state, P = V head dim.
 """

@@ -12,8 +12,9 @@ No decay is an exponential of a difference of float32 sums, which loses digits a
 
 Exponents are never positive. A document's start is a log decay of CUT, whose exponential is 0.
 
-All tiles are padded to powers of two, at least 16, and masked. The order of sums is fixed, and plans
-follow from shapes alone.
+All tiles are padded to powers of two, at least 16, and masked. The order of sums is fixed, and
+plans follow from shapes alone. Triton lays out products of products on half of the warps (of 8), so
+kernels have few of them, or 4 warps.
 
 Shapes, also suffixes of names in the kernels: B batch, T tokens, H heads, R = B H rows, N chunks, C
 tokens of a chunk, K key dim, V value dim.

@@ -1,25 +1,25 @@
 # mypy: disallow-untyped-defs=False
-"""The kernels of gated linear attention: a decay per token and key channel (formula: kernels/gla.py).
+"""The kernels of gated linear attention: a decay per token and key channel (kernels/gla.py).
 
-With S the state before a chunk and S' after it, since and until the decays since the chunk began and
-until it ends, and A the scores of a chunk's own tokens,
+With S the state before a chunk and S' after it, since and until the decays since the chunk began
+and until it ends, and A the scores of a chunk's own tokens,
 
     scores     q~ = scale q since,    k~ = k until,    A = scale q k^T decayed
     states     S' = since at the end S + k~^T v
     outputs    o = q~ S + A v
 
-Backward runs `scores` and `states` again. The gradients of the states are `states` of q~ and do from
-the last chunk to the first, dv = k~ dS' + A^T do is `outputs` with A transposed, and
+Backward runs `scores` and `states` again. The gradients of the states are `states` of q~ and do
+from the last chunk to the first, dv = k~ dS' + A^T do is `outputs` with A transposed, and
 
     score_gradients    dA = do v^T
     state_gradients    of q, k and the log decays from do S^T, v dS'^T, S dS'
     pair_gradients     the same from dA, added
 
 Scores are joined from blocks of 1, 2, 4, .. tokens as in kernels/gla.py: of a pair of blocks, the
-scores of the second block's queries with the first block's keys are a product of q decayed since the
-middle of the pair and k decayed until there. Here each size is a whole product [C, C], of which the
-pairs' lower left quarters are used. The gradient of a log decay is a sum over the decays it is part
-of, never a difference of sums: per size one product with a matrix of zeros and ones.
+scores of the second block's queries with the first block's keys are a product of q decayed since
+the middle of the pair and k decayed until there. Here each size is a whole product [C, C], of which
+the pairs' lower left quarters are used. The gradient of a log decay is a sum over the decays it is
+part of, never a difference of sums: per size one product with a matrix of zeros and ones.
 
 Shapes: C tokens of a chunk, K keys and V values of a tile, R = B H rows, N chunks.
 In memory: q~, k~ [R, N, C, K]; decay of a chunk [R, N, K]; A, dA [R, N, C, C]; states [R, N, K, V].
@@ -190,9 +190,7 @@ def gla_outputs_kernel(
         factors_CK = chunks.load_tile(factors, place, key, chunk, key_dim, key_dim)
         states_KV = chunks.load_tile(states, key, value, key_dim, value_dim, value_dim)
         out_CV = chunks.product(factors_CK, states_KV, out_CV)
-    chunks.store_tile(
-        out, token, value, num_tokens, value_dim, num_heads * value_dim, out_CV
-    )
+    chunks.store_tile(out, token, value, num_tokens, value_dim, num_heads * value_dim, out_CV)
 
 
 @triton.jit
@@ -395,9 +393,7 @@ def forward(inputs: Inputs, state_BHKV: Tensor | None) -> tuple[Tensor, Tensor]:
     states_RNKV, final_BHKV = pass_states(
         inputs, scores.k_until_RNCK, v_BTHV, scores.decay_RNK, state_BHKV
     )
-    o_BTHV = compute_outputs(
-        inputs, scores.scores_RNCC, v_BTHV, scores.q_since_RNCK, states_RNKV
-    )
+    o_BTHV = compute_outputs(inputs, scores.scores_RNCC, v_BTHV, scores.q_since_RNCK, states_RNKV)
     return o_BTHV, final_BHKV
 
 

@@ -4,19 +4,25 @@
 With S [N, P] the state of a head before a chunk and S' after it, since and until the decays since
 the chunk began and until it ends, and M the factors of x_s in y_l, M_ls = (C_l B_s) decay_ls dt_s,
 
+    sums       of the log decays dt A (chunks.py), and scores B C^T, once for all heads
     states     S' = since at the end S + B^T (dt until x)
     outputs    y = M x + since (C S) + D x
 
-A program of `states` passes a tile of N of several neighboring heads; one of `outputs` has a chunk's
-B, C and C B^T, and walks over heads. Neither B nor C is read per head.
+A program of `states` passes the states of several neighboring heads. All others have a chunk's B
+and C, and walk over heads: neither is expanded to heads.
 
-Backward runs `states` again; the gradients of the states are `states` of C and since dy, from the
-last chunk to the first. `gradients` has the rest of a chunk: it walks over heads as well, and adds up
-dB and dC over them in registers. The gradient of a log decay is a sum over the pairs of tokens that
-it is between, sum_{l >= t > s} dM_ls M_ls, never a difference of sums.
+Backward runs the first three again. The gradients of the states are `states` of C and since dy,
+from the last chunk to the first, and
 
-Shapes: L tokens of a chunk (C of chunks.py), N states, P values of a head, H heads; X = G P values of
-the G heads of a program, each padded to a power of two.
+    value_gradients     what passes through M, D and S': dx, d(B C^T), part of dB
+    state_gradients     what passes through S: part of dC
+    shared_gradients    dB and dC, summed over groups of heads
+
+The gradient of a log decay is a sum over the pairs of tokens that it is between,
+sum_{l >= t > s} dM_ls M_ls, never a difference of sums.
+
+Shapes: L tokens of a chunk (C of chunks.py), N states, P values of a head, H heads; X = G P values
+of the G heads of a program, each padded to a power of two.
 In memory: states [B, H, chunks, N, P].
 """
 
@@ -72,8 +78,8 @@ def ssd_states_kernel(
 ):  # fmt: skip
     """Pass the states of some heads through the chunks: S' = decay S + factors^T (f values).
 
-    f is dt until; with `reverse`, from the last chunk to the first, since. Write S before each chunk
-    and after the last one. `factors` [B, T, N], `values` [B, T, H, P].
+    f is dt until; with `reverse`, from the last chunk to the first, since. Write S before each
+    chunk and after the last one. `factors` [B, T, N], `values` [B, T, H, P].
     """
     first_head = tl.program_id(0) * heads
     head = first_head + tl.arange(0, heads)
@@ -195,11 +201,12 @@ def ssd_value_gradients_kernel(
     num_tokens, num_heads, num_chunks, state_dim, head_dim, heads, dy_step, x_step, B_step,
     chunk: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """Write what passes through M, D and the states after a chunk, for `heads` heads: dx and
+    """Write what passes through M, D and the state after a chunk, for `heads` heads.
 
-    ddt, and dlog of the log decays in M and until the chunk's end, [B, H, chunks, L]; the sums over
-    the heads dscores [groups of heads, B, chunks, L, L] and, by the states, dB [groups, B, T, N];
-    dD [B, chunks, H]. Rows of products are tokens s of x_s, columns l of y_l: all are transposed.
+    dx; ddt but for the log decays, and dlog of the log decays in M and until the chunk's end,
+    [B, H, chunks, L]; dD [B, chunks, H]; the sums over the heads dscores [groups of heads, B,
+    chunks, L, L] and, by the states, dB [groups, B, T, N]. Rows of products are tokens s of x_s,
+    columns l of y_l: all are transposed.
     """
     first_head = tl.program_id(0) * heads
     c = tl.program_id(1)
@@ -346,7 +353,7 @@ def ssd_shared_gradients_kernel(
     B, C, dscores_groups, dB_groups, dC_groups, dB, dC,
     num_tokens, num_groups, state_dim, B_step, C_step, chunk: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
-    """Write dB and dC of a chunk: the sums of the groups of heads, and what passes through C B^T."""
+    """Write dB and dC of a chunk: sums of the groups of heads, and through the scores."""
     c = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     B += batch * num_tokens * B_step
@@ -370,12 +377,8 @@ def ssd_shared_gradients_kernel(
             chunk, chunk, chunk,
         )  # fmt: skip
         of_group = group * num_tokens * state_dim
-        dB_LN += chunks.load_tile(
-            dB_groups + of_group, token, n, num_tokens, state_dim, state_dim
-        )
-        dC_LN += chunks.load_tile(
-            dC_groups + of_group, token, n, num_tokens, state_dim, state_dim
-        )
+        dB_LN += chunks.load_tile(dB_groups + of_group, token, n, num_tokens, state_dim, state_dim)
+        dC_LN += chunks.load_tile(dC_groups + of_group, token, n, num_tokens, state_dim, state_dim)
     dscores_LL = dscores_LL.to(B_LN.dtype)
     dB_LN = chunks.product(dscores_LL, C_LN, dB_LN)
     dC_LN = chunks.product(tl.trans(dscores_LL), B_LN, dC_LN)
