@@ -7,7 +7,6 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -36,7 +35,7 @@ RECURRENCES = {
 """Backends of recurrences that need a GPU -> their modules, in the order that `auto` tries.
 
 Each module has FORMS, recurrences by mixer, and `recurrence_problem(mixer, key_dim)`, why they
-can't compute a mixer here; fla's also `supports(v)`, whether they compute such tensors.
+can't compute a mixer here.
 """
 TRITON_TAPS = 4
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -174,10 +173,10 @@ def backend_problem(
 def recurrence(mixer: str, backend: str) -> Recurrence:
     """Return the recurrence of `mixer` for its heads: in chunks, or by the kernels of `backend`."""
     form = partial(chunked, mixer)
-    if backend in RECURRENCES:
-        kernels = recurrence_module(backend)
-        supports = supports_triton if backend == "triton" else kernels.supports
-        form = partial(_kernels_or_chunked, kernels.FORMS[mixer], supports, mixer)
+    if backend == "triton":
+        form = partial(_triton_or_chunked, recurrence_module(backend), mixer)
+    elif backend == "fla":
+        form = partial(_fla_or_chunked, recurrence_module(backend), mixer)
     return partial(_without_autocast, form)
 
 
@@ -186,18 +185,34 @@ def recurrence_module(backend: str) -> Any:
     return importlib.import_module(RECURRENCES[backend])
 
 
-def _kernels_or_chunked(
-    form: Recurrence,
-    supports: Callable[[Tensor], bool],
-    mixer: str,
-    *heads: Tensor,
-    **past: Any,
+def _triton_or_chunked(
+    kernels: Any, mixer: str, *heads: Tensor, state: Tensor | None = None, **past: Any
 ) -> tuple[Tensor, Tensor]:
-    """Compute `form`, or the chunked form for values it does not support, and single tokens."""
+    """Compute by our kernels, or by the chunked form what they do not support.
+
+    A single token updates the state in place, unless autograd or a compiled graph needs the old.
+    """
     v_BTHV = values_of(mixer, heads)
-    if v_BTHV.shape[1] > 1 and supports(v_BTHV):
-        return form(*heads, **past)
-    return CHUNKED[mixer](*heads, **past)
+    form: Recurrence = CHUNKED[mixer]
+    if supports_triton(v_BTHV):
+        has_state = state is not None and state.dtype == torch.float32 and state.is_contiguous()
+        needs_old = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        if v_BTHV.shape[1] > 1:
+            form = kernels.FORMS[mixer]
+        elif has_state and not needs_old:
+            form = kernels.STEPS[mixer]
+    return form(*heads, state=state, **past)
+
+
+def _fla_or_chunked(
+    adapter: Any, mixer: str, *heads: Tensor, **past: Any
+) -> tuple[Tensor, Tensor]:
+    """Compute by fla, or by the chunked form values it does not support, and single tokens."""
+    v_BTHV = values_of(mixer, heads)
+    form: Recurrence = CHUNKED[mixer]
+    if v_BTHV.shape[1] > 1 and adapter.supports(v_BTHV):
+        form = adapter.FORMS[mixer]
+    return form(*heads, **past)
 
 
 def _without_autocast(form: Recurrence, *heads: Any, **past: Any) -> tuple[Tensor, Tensor]:
