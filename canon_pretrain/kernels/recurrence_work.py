@@ -17,6 +17,8 @@ from canon_pretrain.kernels.work import Work
 FULL = 4
 CHUNK = 64
 """Tokens of a chunk: `triton/recurrence/chunks.py`."""
+DELTA_KEYS = 128
+"""The most keys of the delta rule with such chunks."""
 
 
 class Sizes(NamedTuple):
@@ -186,46 +188,54 @@ def _ssd_states(sizes: Sizes) -> Costs:
 
 def _delta_forward(sizes: Sizes) -> Costs:
     _, K, V, half = sizes
+    C = _delta_chunk(K)
     # q, k, v, o, T, P; the log decay and the step
     walk = Costs(
         launches=1,
-        num_bytes=half * (2 * K + 2 * V + 2 * CHUNK) + FULL * 2,
-        flops=6 * K * V + 4 * CHUNK * V,
+        num_bytes=half * (2 * K + 2 * V + 2 * C) + FULL * 2,
+        flops=6 * K * V + 4 * C * V,
     )
     return _delta_chunks(sizes) + walk
 
 
 def _delta_backward(sizes: Sizes) -> Costs:
     _, K, V, half = sizes
+    C = _delta_chunk(K)
     # forward again: k, v, z, T, S
     forward_walk = Costs(
         launches=1,
-        num_bytes=half * (K + 2 * V + CHUNK + K * V / CHUNK) + FULL * 2,
-        flops=4 * K * V + 2 * CHUNK * V,
+        num_bytes=half * (K + 2 * V + C + K * V / C) + FULL * 2,
+        flops=4 * K * V + 2 * C * V,
     )
     # q, k, do, dv, T, P, dS'
     backward_walk = Costs(
         launches=1,
-        num_bytes=half * (2 * K + 2 * V + 2 * CHUNK + K * V / CHUNK) + FULL * 2,
-        flops=6 * K * V + 4 * CHUNK * V,
+        num_bytes=half * (2 * K + 2 * V + 2 * C + K * V / C) + FULL * 2,
+        flops=6 * K * V + 4 * C * V,
     )
     # q, k, dq, dk, z, do, dv, S, dS'; the log decay, the step and their gradients
     gradients = Costs(
         launches=1,
-        num_bytes=half * (4 * K + 3 * V + 2 * K * V / CHUNK) + FULL * 4,
-        flops=6 * K * V + 4 * CHUNK * V + 10 * CHUNK * K,
+        num_bytes=half * (4 * K + 3 * V + 2 * K * V / C) + FULL * 4,
+        flops=6 * K * V + 4 * C * V + 10 * C * K,
     )
     return _delta_chunks(sizes) + forward_walk + backward_walk + gradients
 
 
 def _delta_chunks(sizes: Sizes) -> Costs:
     _, K, _, half = sizes
+    C = _delta_chunk(K)
     # q, k, T, P; the inverse by substitution and joins is about another C^2
     return Costs(
         launches=1,
-        num_bytes=half * (2 * K + 2 * CHUNK) + FULL * 2,
-        flops=4 * CHUNK * K + CHUNK**2,
+        num_bytes=half * (2 * K + 2 * C) + FULL * 2,
+        flops=4 * C * K + C**2,
     )
+
+
+def _delta_chunk(key_dim: int) -> int:
+    """Return C: wide keys take half as many tokens."""
+    return CHUNK // 2 if key_dim > DELTA_KEYS else CHUNK
 
 
 _PASSES: Mapping[str, tuple[Callable[[Sizes], Costs], Callable[[Sizes], Costs]]] = {
