@@ -48,6 +48,9 @@ WALK_STATE = 4096
 """Elements of S that a program of a walk has in its registers."""
 STAGES = 2
 """Tiles of a loop on their way to shared memory: with more, a walk has a multiprocessor alone."""
+WIDE_KEYS = 128
+WIDE_CHUNK = 32
+"""Tokens of a chunk with wider keys, so that two tiles fit in shared memory."""
 GRADIENT_KEYS = 64
 GRADIENT_VALUES = 32
 
@@ -479,7 +482,9 @@ class Inputs(NamedTuple):
     @property
     def chunk(self) -> int:
         """C, the tokens of a chunk."""
-        return chunks.chunk_of(self.k_BTHK.shape[1])
+        chunk = chunks.chunk_of(self.k_BTHK.shape[1])
+        is_wide = self.k_BTHK.shape[3] > WIDE_KEYS
+        return min(chunk, WIDE_CHUNK) if is_wide else chunk
 
     @property
     def num_chunks(self) -> int:
