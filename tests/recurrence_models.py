@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from canon_pretrain.kernels.recurrence_check import check_mixer
 from canon_pretrain.kernels.recurrences import CHUNKED
 from canon_pretrain.model.decode import generate
-from tests.triton_cases import quicken_interpreter
+from tests.triton_cases import correct_bfloat16, quicken_interpreter
 from tests.variants import build, random_tokens, variant
 
 CPU = torch.device("cpu")
 MODELS = {"gla": "gla ABCD documents", "mamba2": "mamba2 AB documents"}
-MODELS |= {"gated_deltanet": "gated_deltanet documents"}
+MODELS |= {"gated_deltanet": "gdn conv documents"}
 
 
 def forms():
@@ -106,6 +106,7 @@ def main() -> None:
     """Write {case and mixer: error or ""} to argv[1]."""
     torch.set_num_threads(1)
     quicken_interpreter()
+    correct_bfloat16()
     results = {}
     for case in CASES:
         for mixer in CHUNKED:
