@@ -109,6 +109,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--top", type=positive, default=TOP, help="documents to show (default: %(default)s)")
     add("--data", type=Path, nargs="+", default=[], metavar="DIR", help="where the data are now")
+    add(
+        "--exclude",
+        type=Path,
+        metavar="FILE",
+        help="add the outliers to the list FILE, for --data.exclude of `canon train`",
+    )
+    add(
+        "--deviations",
+        type=number_type(float, lambda number: 0 < number < math.inf, "a number above 0"),
+        default=OUTLIER,
+        metavar="D",
+        help="deviations from which on a document is an outlier (default: %(default)g)",
+    )
     add("--out", type=Path, metavar="FILE", help="write a page: the top documents by token")
     add("--json", action="store_true", help="print one JSON document, with all documents")
 
@@ -133,6 +146,8 @@ def run(arguments: argparse.Namespace) -> None:
         first = max(1, arguments.step - arguments.around)
         contents = list(step_contents(record, reader, tokenizer, range(first, arguments.step + 1)))
 
+    if arguments.exclude:
+        exclude_outliers(arguments.exclude, contents, arguments.deviations)
     if arguments.json:
         steps = [asdict(content) for content in contents]
         print(json.dumps(json_value({"run": str(arguments.run), "steps": steps}), allow_nan=False))
@@ -180,6 +195,38 @@ def step_contents(
             logged_gradient_norm=event.get("grad_norm"),
             documents=part_rows(windows, losses),
         )
+
+
+def exclude_outliers(path: Path, contents: Sequence[StepContent], least: float) -> None:
+    """Add the documents with at least so many deviations to the list in a file.
+
+    Raises UserError if there are none.
+    """
+    from canon_pretrain.data.exclusion import read_excluded, write_excluded
+
+    documents: dict[str, set[int]] = {}
+    if path.exists():
+        for fingerprint, numbers in read_excluded(path).documents.items():
+            documents[fingerprint] = {*numbers}
+
+    largest = -math.inf
+    num_outliers = 0
+    for content in contents:
+        for row in content.documents:
+            if row.deviations is None:
+                continue
+            largest = max(largest, row.deviations)
+            if row.deviations >= least:
+                num_outliers += 1
+                documents.setdefault(row.fingerprint, set()).add(row.document)
+    if not num_outliers:
+        raise UserError(
+            "explain.no_outlier",
+            f"no document is {least:g} deviations above the others (the largest: {largest:.1f}); "
+            "set --deviations, or write the list yourself (canon_pretrain/data/exclusion.py)",
+            largest=largest,
+        )
+    write_excluded(path, documents)
 
 
 def _logged_steps(record: RunRecord) -> Sequence[Any]:

@@ -12,10 +12,12 @@ import torch.nn.functional as F
 from canon_pretrain import explain
 from canon_pretrain.checkpoint.writer import save_no_dist
 from canon_pretrain.core.files import write_json
+from canon_pretrain.data.exclusion import read_excluded, write_excluded
 from canon_pretrain.data.loader import BatchLoader, samples_digest
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.hf.window_losses import step_losses
 from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.report.diff import digests_by_step
 from canon_pretrain.report.record import RunRecord
 from canon_pretrain.report.windows import StepReader
 from canon_pretrain.run.folder import RunFolder
@@ -24,7 +26,7 @@ from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.data import open_data
 from canon_pretrain.titan.launch import resolved, run_identity
 from tests.data_folders import make_data_folder, sentence, tokenizer
-from tests.support import ROOT, canon_stage, command_error, refused
+from tests.support import ROOT, canon_stage, command_error, debug_run, refused, train
 
 canon = canon_stage("explain")
 
@@ -290,3 +292,70 @@ def test_deviations_by_hand():
     assert deviations([Sample(1.0, float("nan"), 1)]) == [0.0]
     assert deviations([Sample(1.0, 0.0, 20)] * 4) == [0.0] * 4
     assert deviations([]) == []
+
+
+def test_outliers_are_excluded(trained, tmp_path, capsys):
+    file = tmp_path / "lists/bad.json"
+    words = [str(trained), "--step", "12", "--around", "6", "--exclude", str(file)]
+    assert command_error(capsys, canon, [*words, "--deviations", "1e6"]) == "explain.no_outlier"
+    canon([*words, "--deviations", "4"])
+
+    data = RunRecord(trained).config["data"]["path"]
+    fingerprint = Mixture.open([data]).fingerprint
+    assert read_excluded(file).documents == {fingerprint: (BAD_DOCUMENT,)}
+
+    # what is in the file remains
+    write_excluded(file, {fingerprint: [2]})
+    canon([*words, "--deviations", "4"])
+    assert read_excluded(file).documents == {fingerprint: (2, BAD_DOCUMENT)}
+    run, _ = write_run(tmp_path, data, **{"data.exclude": file})
+    parts = [part for step in range(1, 30) for window in read(run, step) for part in window.parts]
+    assert {2, BAD_DOCUMENT} & {part.document for part in parts} == set()
+
+
+@pytest.mark.system
+def test_a_run_leaves_out_what_is_excluded(tmp_path):
+    """From step 6 on; the list is part of the identity, and ranks do not matter."""
+    data = tmp_path / "data"
+    make_data_folder(data, [TEXTS])
+    file = tmp_path / "list.json"
+    write_excluded(file, {Mixture.open([data]).fingerprint: [BAD_DOCUMENT]})
+    runs = [tmp_path / "one", tmp_path / "two"]
+    digests = []
+    for ranks, run in enumerate(runs, 1):
+        words = [*debug_run(data, run), "--validation.enable", "False"]
+        train(*words, "--run.stop_at", 6, ranks=ranks)
+        resumed = [*words, "--data.exclude", file]
+        if run is runs[0]:
+            assert "error[run.changed]" in train(*resumed, check=False).stderr
+        train(*resumed, "--run.allow_changes", "data.exclude", ranks=ranks)
+
+        assert RunRecord(run).identity["data.exclude"] == read_excluded(file).sha256
+        digests.append(digests_by_step(RunRecord(run).events))
+
+        # the digests of the log are those of the windows, before and after
+        documents = {}
+        for step in range(1, 13):
+            parts = [part for window in read(run, step) for part in window.parts]
+            documents[step] = {part.document for part in parts}
+        assert [step for step in documents if BAD_DOCUMENT in documents[step]] == [1, 2, 3, 4, 5, 6]
+
+    # it may not be dropped unnoticed either
+    assert "error[run.changed]" in train(*words, check=False).stderr
+    assert digests[0] == digests[1]
+    assert len(digests[0]) == 12
+
+
+@pytest.mark.system
+def test_losses_and_gradients_are_those_that_training_logged(tmp_path):
+    """In the step after a checkpoint, on two ranks."""
+    data = tmp_path / "data"
+    make_data_folder(data, [TEXTS])
+    run = tmp_path / "run"
+    train(*debug_run(data, run), "--validation.enable", "False", ranks=2)
+
+    (content,) = contents(run, range(7, 8))
+
+    assert content.checkpoint == 6
+    assert content.loss == pytest.approx(content.logged_loss, rel=1e-5)
+    assert content.gradient_norm == pytest.approx(content.logged_gradient_norm, rel=1e-4)

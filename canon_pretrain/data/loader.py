@@ -38,7 +38,8 @@ class Windows(Protocol):
     """Windows by number: those of a mixture, or generated."""
 
     @property
-    def fingerprint(self) -> str: ...
+    def order_fingerprint(self) -> str:
+        """Identify the data, and what is left out of them."""
 
     @property
     def names(self) -> Sequence[str]:
@@ -143,7 +144,7 @@ class BatchLoader:
             "version": STATE_VERSION,
             "next_sample": self.next_sample,
             "origin": self._origin,
-            "fingerprint": self._data.fingerprint,
+            "fingerprint": self._data.order_fingerprint,
             "seed": self._seed,
             "mode": self._order,
             "seq_len": self._seq_len,

@@ -19,6 +19,7 @@ import numpy as np
 
 from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.core.files import sha256_text
+from canon_pretrain.data.exclusion import ExcludedDocuments, Spans, read_excluded
 from canon_pretrain.data.sampler import (
     Order,
     check_length,
@@ -60,6 +61,10 @@ def check_order(order: str, num_sources: int) -> None:
         )
 
 
+MIN_LEFT = 0.01
+"""Share of a source's windows that `data.exclude` must leave: 100 draws for one on average."""
+
+
 class Place(NamedTuple):
     """Where a window is: tokens [start, stop) of the source with this index."""
 
@@ -76,6 +81,7 @@ class Mixture(AbstractContextManager["Mixture"]):
         sources: Sequence[TokenShards],
         weights: Sequence[float] = (1.0,),
         names: Sequence[str] | None = None,
+        excluded: ExcludedDocuments | None = None,
     ) -> None:
         if not sources or len(weights) != len(sources):
             raise UserError(
@@ -108,11 +114,45 @@ class Mixture(AbstractContextManager["Mixture"]):
             ]
             self.fingerprint = sha256_text(json.dumps(identity))
 
+        # What no window may contain, which changes the windows but not the data.
+        self.excluded = excluded
+        self.order_fingerprint = self.fingerprint
+        self._spans: dict[int, Spans] = {}  # by source, of those with excluded documents
+        if excluded is not None:
+            self.order_fingerprint = sha256_text(f"{self.fingerprint} {excluded.sha256}")
+            self._spans = self._find(excluded)
+
+    def _find(self, excluded: ExcludedDocuments) -> dict[int, Spans]:
+        """Return the tokens of the excluded documents by source. Raises UserError."""
+        indices = {source.fingerprint: index for index, source in enumerate(self.sources)}
+        spans = {}
+        for fingerprint, numbers in excluded.documents.items():
+            if fingerprint not in indices:
+                raise UserError(
+                    "data.exclude",
+                    f"data.exclude has documents of the data {fingerprint[:16]}, expected "
+                    f"{' or '.join(name[:16] for name in indices)}: write the list again",
+                    given=fingerprint,
+                    expected=[*indices],
+                )
+            index = indices[fingerprint]
+            spans[index] = Spans(self.sources[index], numbers)
+        return spans
+
     @classmethod
-    def open(cls, folders: Sequence[str | Path], weights: Sequence[float] = (1.0,)) -> Self:
-        """Open the training splits of `folders`, which data_prep wrote. Raises UserError."""
+    def open(
+        cls,
+        folders: Sequence[str | Path],
+        weights: Sequence[float] = (1.0,),
+        exclude: str | Path = "",
+    ) -> Self:
+        """Open the training splits of `folders`, which data_prep wrote. Raises UserError.
+
+        `exclude`: a file with documents to leave out.
+        """
         sources = [TokenShards.open(Path(folder) / "train") for folder in folders]
-        return cls(sources, weights, short_names([str(folder) for folder in folders]))
+        excluded = read_excluded(Path(exclude)) if exclude else None
+        return cls(sources, weights, short_names([str(folder) for folder in folders]), excluded)
 
     def draw(self, random_words: np.ndarray) -> np.ndarray:
         """Return the source index of each of `random_words`, uint64 [n]; int64 [n]."""
@@ -125,6 +165,24 @@ class Mixture(AbstractContextManager["Mixture"]):
         check_order(order, len(self.sources))
         for source in self.sources:
             check_length(source.num_tokens, least_tokens(order, seq_len) - 1, str(source.folder))
+
+        # Windows with excluded documents are drawn again, until they have none.
+        for index, spans in self._spans.items():
+            source = self.sources[index]
+            num_windows = self._num_positions(index, typing.cast(Order, order), seq_len)
+            if order == "documents":
+                num_left = num_windows - spans.num_documents
+            else:
+                stride = seq_len if order == "permute" else 1
+                num_left = spans.num_windows_left(source.num_tokens, seq_len + 1, stride)
+            if num_left < MIN_LEFT * num_windows:
+                raise UserError(
+                    "data.exclude",
+                    f"data.exclude leaves {num_left:,} windows of {num_windows:,} in "
+                    f"{source.folder}, expected at least {MIN_LEFT:.0%}: build data without these "
+                    "documents",
+                    folder=source.folder,
+                )
 
     def read(
         self, seed: int, samples: range, rank_samples: slice, order: Order, seq_len: int
@@ -145,23 +203,55 @@ class Mixture(AbstractContextManager["Mixture"]):
         self, seed: int, samples: range, rank_samples: slice, order: Order, seq_len: int
     ) -> tuple[list[Place], list[int]]:
         """Return the places of `samples[rank_samples]`, and the windows of `samples` per source."""
+        chosen = samples[rank_samples]
         if order != "random":
             size = self._num_positions(0, order, seq_len)
-            positions = [permuted(seed, i, size) for i in samples[rank_samples]]
-            places = [self._place(0, position, order, seq_len) for position in positions]
-            return places, [len(samples)]
+            draws = [(0, permuted(seed, i, size)) for i in chosen]
+            counts = [len(samples)]
+        else:
+            draws, counts = self._draw_offsets(seed, samples, rank_samples, seq_len)
+
+        places = []
+        for i, (index, position) in zip(chosen, draws, strict=True):
+            place = self._place(index, position, order, seq_len)
+            if index in self._spans:
+                place = self._without_excluded(place, seed, i, order, seq_len)
+            places.append(place)
+        return places, counts
+
+    def _draw_offsets(
+        self, seed: int, samples: range, rank_samples: slice, seq_len: int
+    ) -> tuple[list[tuple[int, int]], list[int]]:
+        """Return (source, offset) of `samples[rank_samples]`, and the windows per source."""
 
         # Every rank draws the sources of all samples, which it counts.
         blocks = philox_blocks(seed, samples.start, len(samples))
         indices = self.draw(blocks[:, 1])
 
-        # The places of this rank's samples.
-        places = []
+        # The offsets of this rank's samples.
+        draws = []
         offset_words = blocks[rank_samples, 0].tolist()
         for index, word in zip(indices[rank_samples].tolist(), offset_words, strict=True):
             offset = offset_of_word(word, self.sources[index].num_tokens, seq_len)
-            places.append(self._place(index, offset, order, seq_len))
-        return places, np.bincount(indices, minlength=len(self.sources)).tolist()
+            draws.append((index, offset))
+        return draws, np.bincount(indices, minlength=len(self.sources)).tolist()
+
+    def _without_excluded(
+        self, place: Place, seed: int, i: int, order: Order, seq_len: int
+    ) -> Place:
+        """Return the place of sample `i`, drawn again in its source while it has what is excluded.
+
+        Any window of the source may replace it, also in orders that visit each once.
+        """
+        spans = self._spans[place.source]
+        num_positions = self._num_positions(place.source, order, seq_len)
+        redraw = 0
+        while spans.overlap(place.start, place.stop):
+            redraw += 1
+            word = int(philox_blocks(seed, i, 1, redraw)[0, 0])
+            position = (word * num_positions) >> 64
+            place = self._place(place.source, position, order, seq_len)
+        return place
 
     def _num_positions(self, index: int, order: Order, seq_len: int) -> int:
         """Return how many windows a source has in `order`."""

@@ -23,17 +23,19 @@ Order = Literal["random", "permute", "documents"]
 _MASK = (1 << 64) - 1
 
 
-def philox_blocks(seed: int, first: int, count: int) -> np.ndarray:
+def philox_blocks(seed: int, first: int, count: int, redraw: int = 0) -> np.ndarray:
     """Return the Philox4x64-10 blocks (Salmon et al., SC 2011) of samples, uint64 [count, 4].
 
-    NumPy keeps these raw bits stable across versions, but not its distributions. Raises ValueError
-    for numbers outside [0, 2**64).
+    `redraw`: which further block of each, independent of the first one (0). NumPy keeps these raw
+    bits stable across versions, but not its distributions. Raises ValueError for numbers outside
+    [0, 2**64).
     """
     is_seed = 0 <= seed <= _MASK
     if not is_seed or first < 0 or first + count > 1 << 64:
         raise ValueError(f"seed {seed} and samples {first} + {count} must be in [0, 2**64)")
     # NumPy increments its 256-bit counter before each block
-    generator = np.random.Philox(key=seed, counter=(first - 1) % (1 << 256))
+    key = seed | redraw << 64
+    generator = np.random.Philox(key=key, counter=(first - 1) % (1 << 256))
     return generator.random_raw(4 * count).reshape(count, 4)
 
 

@@ -60,6 +60,7 @@ class Launch(NamedTuple):
     data_seed: int
     seq_len: int
     batch_size: int
+    exclude: str
 
     @classmethod
     def of(cls, from_step: int, fingerprint: str | None, folder: RunFolder) -> Self:
@@ -84,6 +85,7 @@ class Launch(NamedTuple):
                 data_seed=int(data["data_seed"]),
                 seq_len=int(training["seq_len"]),
                 batch_size=int(training["global_batch_size"]),
+                exclude=data.get("exclude", ""),
             )
 
 
@@ -158,10 +160,10 @@ class StepReader:
 
     def _mixture(self, launch: Launch) -> Mixture:
         """Open the data of a launch, once. Raises UserError if they are not those it had."""
-        key = repr((launch.folders, launch.weights))
+        key = repr((launch.folders, launch.weights, launch.exclude))
         folders = self._folders or launch.folders
         if key not in self._mixtures:
-            mixture = Mixture.open(folders, launch.weights)
+            mixture = Mixture.open(folders, launch.weights, launch.exclude)
             if launch.fingerprint not in (None, mixture.fingerprint):
                 names = ", ".join(map(str, folders))
                 raise UserError(

@@ -97,6 +97,9 @@ class Data:
     """random: windows at random offsets, with replacement (as in the paper). permute: each window
     once per epoch, reshuffled every epoch; one folder only. documents: the same, of windows with
     one document each, cut at training.seq_len or padded; tokens/s count the padding."""
+    exclude: str = ""
+    """File with documents that no window may contain, as `canon explain --exclude` writes it:
+    windows with them are replaced by others of the same source."""
     data_seed: Identity[Annotated[int, Limits(ge=0, lt=1 << 64)]] = 0
     """Seed of the sample order: window i of a run is a function of (data_seed, i)."""
     read_ahead: Size = 8

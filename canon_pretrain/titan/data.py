@@ -25,7 +25,7 @@ from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.sampler import least_tokens
 from canon_pretrain.data.shards import ShardError, TokenShards
 from canon_pretrain.titan.device import has_accelerator
-from canon_pretrain.titan.job_config import HELD_OUT, CanonJobConfig
+from canon_pretrain.titan.job_config import EXCLUDED, HELD_OUT, CanonJobConfig
 from canon_pretrain.titan.tasks import TaskWindows
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class OpenedData:
     held_out: list[TokenShards | None]
     notices: list[str]
     identity: dict[str, Any]
-    """HELD_OUT and its value, unless validation is turned off; a task's name and settings."""
+    """EXCLUDED and HELD_OUT, each if there is any; a task's name and settings."""
     prompts: list[list[int]] = field(default_factory=list)
     """Token ids of `samples.prompts`, if samples are on."""
 
@@ -61,6 +61,9 @@ def open_data(job: CanonJobConfig) -> OpenedData:
         return _open_task_data(job, windows)
 
     with open_shards(job) as training:
+        identity = {}
+        if training.excluded is not None:
+            identity[EXCLUDED] = training.excluded.sha256
         notices = []
         vocab_size = job.model_args.vocab_size
         if vocab_size != training.vocab_size:  # as imported models may have
@@ -78,7 +81,7 @@ def open_data(job: CanonJobConfig) -> OpenedData:
                 training=training,
                 held_out=[],
                 notices=notices,
-                identity={},
+                identity=identity,
                 prompts=prompts,
             )
 
@@ -88,7 +91,7 @@ def open_data(job: CanonJobConfig) -> OpenedData:
             training=training,
             held_out=held_out,
             notices=notices,
-            identity={HELD_OUT: joined_fingerprint(held_out)},
+            identity=identity | {HELD_OUT: joined_fingerprint(held_out)},
             prompts=prompts,
         )
 
@@ -159,7 +162,7 @@ def open_shards(job: CanonJobConfig) -> Mixture:
     """Open the training data. Raises UserError if they do not fit the job."""
     if not job.data.folders:
         raise UserError("data.path_unset", "data.path is not set: expected a data_prep folder")
-    mixture = Mixture.open(job.data.folders, job.data.shares)
+    mixture = Mixture.open(job.data.folders, job.data.shares, job.data.exclude)
 
     # Shards may have fewer ids than the model, but no more.
     if job.model.vocab_size is None:

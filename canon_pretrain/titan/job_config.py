@@ -243,7 +243,7 @@ FOLDERS = """
 """Folders in the run folder (a checkpoint's may be elsewhere), and not that folder itself."""
 PATHS = """
     job.dump_folder job.save_config_file checkpoint.initial_load_path comm.save_traces_file_prefix
-    data.path data.paths validation.path
+    data.path data.paths data.exclude validation.path
 """.split()
 """Other paths. Their files may be written after a dry run, so only their form is checked."""
 
@@ -253,6 +253,8 @@ FINGERPRINT = "data_fingerprint"
 """Name of the training data in a run's identity."""
 MIXER_CODE = "mixer_code"
 """Name of the hashes of the files of own mixers in a run's identity; absent without one."""
+EXCLUDED = "data.exclude"
+"""Name of the hash of the excluded documents in a run's identity; absent without any."""
 HELD_OUT = "held_out_fingerprint"
 """Name of the held-out split in a run's identity; absent if validation is off."""
 
@@ -303,7 +305,7 @@ def split_names(entries: list[str]) -> list[str]:
 
 def check_allowed_changes(allowed: list[str], identity: Iterable[str]) -> None:
     """Raise UserError unless `run.allow_changes` has names in a run's `identity` only, or CODE."""
-    valid = {*identity, HELD_OUT, MIXER_CODE, *GROUP_KEYS}
+    valid = {*identity, HELD_OUT, MIXER_CODE, EXCLUDED, *GROUP_KEYS}
     unknown = []
     for name in split_names(allowed):
         if name != CODE and name not in valid and re.sub(r"\[\d+\]", "[N]", name) not in valid:
@@ -360,6 +362,7 @@ def _data_conflicts(job: CanonJobConfig) -> Iterator[tuple[str, str]]:
         is_set = {
             "data.path": data.path,
             "data.paths": data.paths,
+            "data.exclude": data.exclude,
             "validation.path": job.validation.path,
             "data.order": data.order != "random",
             "samples.interval": job.samples.interval,

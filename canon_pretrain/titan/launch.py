@@ -41,6 +41,7 @@ from canon_pretrain.titan.checkpoint import DISK_HINT, check_room, full_bytes
 from canon_pretrain.titan.data import OpenedData
 from canon_pretrain.titan.job_config import (
     CODE,
+    EXCLUDED,
     FINGERPRINT,
     HELD_OUT,
     MIXER_CODE,
@@ -81,9 +82,9 @@ def resolved(job: CanonJobConfig) -> dict[str, Any]:
     config = job.to_dict()
     data = config["data"]
     data["paths"] = list(map(_absolute, data["paths"]))
-    for section in (data, config["validation"]):
-        if section["path"]:
-            section["path"] = _absolute(section["path"])
+    for section, key in ((data, "path"), (data, "exclude"), (config["validation"], "path")):
+        if section[key]:
+            section[key] = _absolute(section[key])
     return config
 
 
@@ -229,6 +230,8 @@ def describe_changes(
     def describe(name: str, value: object, config: Mapping[str, Any]) -> str:
         if name in (FINGERPRINT, HELD_OUT):
             return f"{_data_of(name, config)} (fingerprint {_shortened(value)})"
+        if name == EXCLUDED and value is not None:
+            return f"{config['data']['exclude']!r} (hash {_shortened(value)})"
         return repr(value)
 
     lines = []

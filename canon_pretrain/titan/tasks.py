@@ -22,6 +22,10 @@ class TaskWindows:
     def fingerprint(self) -> str:
         return self.task.fingerprint
 
+    @property
+    def order_fingerprint(self) -> str:
+        return self.fingerprint
+
     def is_masked(self, order: Order) -> bool:
         return True
 

@@ -268,6 +268,7 @@ TEXTS = {
     "validation.path": LATER,
     "data.path": LATER,
     "data.paths": LATER,
+    "data.exclude": LATER,
     "data.task.name": CHOICE,
     "data.task.n_weight": TASK,
     "data.task.grammar": TASK,
