@@ -14,8 +14,9 @@ from canon_pretrain.kernels.backends import BACKENDS, MIXER_BACKENDS
 from canon_pretrain.model.args import CHOICES, FLAVORS, MIXERS
 from canon_pretrain.model.attend import BACKENDS as ATTENTION_BACKENDS
 from canon_pretrain.run.identity import GROUPS
+from canon_pretrain.run.sections import OPTIMIZERS
 from canon_pretrain.synthetic.tasks import TASKS
-from canon_pretrain.titan.job_config import OPTIMIZERS, UNSUPPORTED, CanonJobConfig
+from canon_pretrain.titan.job_config import UNSUPPORTED, CanonJobConfig
 from canon_pretrain.titan.keys import SHORT_HELP
 
 

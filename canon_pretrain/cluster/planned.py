@@ -29,8 +29,15 @@ from canon_pretrain.run.config import (
 )
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.identity import GROUPS, IDENTITY, differences, group_identity
-from canon_pretrain.run.limits import OPTIMIZERS, check_groups, check_limits, schedule_faults
-from canon_pretrain.run.sections import Data, ParameterGroup, Sections, Training
+from canon_pretrain.run.limits import check_groups, check_limits, schedule_faults
+from canon_pretrain.run.sections import (
+    OPTIMIZERS,
+    Data,
+    ParameterGroup,
+    Sections,
+    Training,
+    optimizer_name,
+)
 from canon_pretrain.run.setting import option_key
 from canon_pretrain.synthetic.tasks import TaskSection, build_task
 
@@ -126,7 +133,8 @@ def check_values(values: Values) -> None:
     dotted.setdefault("training.global_batch_size", Training.global_batch_size)
     check_limits(dotted)
 
-    check_choice("optimizer.name", _section("optimizer", values)["name"], OPTIMIZERS)
+    name = optimizer_name(_section("optimizer", values)["name"])
+    check_choice("optimizer.name", name, OPTIMIZERS)
     check_groups(_groups(values))
     planned_identity(values)
     schedule = SimpleNamespace(**_section("lr_scheduler", values))
@@ -176,6 +184,7 @@ def planned_identity(values: Values) -> dict[str, Any]:
         if section != "data":
             settings = _section(section, values)
         identity[name] = settings[key]
+    identity["optimizer.name"] = optimizer_name(identity["optimizer.name"])
     identity |= group_identity(_groups(values))
 
     # The task, with the defaults that it fills in.

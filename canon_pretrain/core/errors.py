@@ -28,9 +28,10 @@ class UserError(Exception):
 
 
 def nearest(name: str, choices: Iterable[str]) -> str | None:
-    """Return the most similar of `choices`, or None."""
-    matches = difflib.get_close_matches(name, sorted(choices), n=1)
-    return matches[0] if matches else None
+    """Return the most similar of `choices`, in any case, or None."""
+    by_lower = {choice.lower(): choice for choice in sorted(choices)}
+    matches = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    return by_lower[matches[0]] if matches else None
 
 
 def suggestion(value: str, choices: Iterable[str]) -> str:

@@ -236,7 +236,7 @@ def _label_state(tracker: Tracker, trainer: Any) -> None:
         if isinstance(value, Tensor)
     ]
     tracker.label("weights", parameters)
-    tracker.label("optimizer (two moments)", moments)
+    tracker.label("optimizer (moments)", moments)
 
 
 def _check_canon(job: Any, backend: str, *details: Any) -> Any:

@@ -15,8 +15,6 @@ from canon_pretrain.run.setting import limits_of, settings
 _kinds = {name: limits_of(hint) for name, hint in SETTINGS.items()}
 LIMITS = {name: kind for name, kind in _kinds.items() if kind is not None}
 """Dotted name of a setting with limits -> the type that pydantic checks."""
-OPTIMIZERS = ("Adam", "AdamW")
-"""Those that torchtitan builds."""
 
 _adapter = functools.cache(TypeAdapter)
 

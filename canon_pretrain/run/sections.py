@@ -32,6 +32,15 @@ _Beta = Annotated[float, Field(ge=0, lt=1)]
 _Betas = Annotated[list[_Beta], Field(min_length=2, max_length=2)]
 
 
+OPTIMIZERS = ("Adam", "AdamW", "Muon")
+
+
+def optimizer_name(name: str) -> str:
+    """Return the one of OPTIMIZERS that is this name in another case, or `name` itself."""
+    by_lower = {known.lower(): known for known in OPTIMIZERS}
+    return by_lower.get(name.lower(), name)
+
+
 @dataclass(frozen=True)
 class ParameterGroup:
     """A table `[[optimizer.groups]]`: what differs for some parameters; part of the identity.
@@ -54,6 +63,7 @@ class Optimizer:
     """Settings of `[optimizer]`: the values of the paper's appendix B."""
 
     name: Identity[str] = "AdamW"
+    """Adam, AdamW or Muon, in any case."""
     lr: Identity[Amount] = 1e-3
     beta1: Identity[Decay] = 0.9
     beta2: Identity[Decay] = 0.98
@@ -65,8 +75,20 @@ class Optimizer:
     no norms, biases, Canon filters and other convolutions, A_log, D, dt_bias."""
     groups: list[ParameterGroup] = field(default_factory=list)
     """[[optimizer.groups]], tables of the file: rates, decays and betas by a parameter's name."""
+    muon_lr: Identity[Annotated[float | None, Limits(limits_of(Amount) | None)]] = None
+    """Muon's learning rate, of the matrices in the blocks. Unset: lr, which AdamW has for the rest.
+    """
+    muon_momentum: Identity[Decay] = 0.95
+    muon_ns_steps: Identity[Annotated[int, Limits(ge=1, lt=100)]] = 5
+    """Newton-Schulz iterations that orthogonalize a matrix."""
+    muon_adjust_lr: Identity[Literal["original", "match_rms_adamw"]] = "match_rms_adamw"
+    """torch.optim.Muon's adjust_lr_fn. match_rms_adamw: updates as large as AdamW's, for its rates;
+    original: Jordan's, for rates such as 0.02."""
     implementation: Identity[Literal["for-loop", "foreach", "fused"]] = "fused"
     early_step_in_backward: Identity[bool] = False
+
+    def __post_init__(self) -> None:
+        self.name = optimizer_name(self.name)
 
 
 @dataclass

@@ -9,6 +9,7 @@ runs the trainer itself on fake GPUs, and takes a minute.
 import contextlib
 import functools
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -52,7 +53,8 @@ from canon_pretrain.titan.costs import (
 from canon_pretrain.titan.data import open_shards, open_task
 from canon_pretrain.titan.device import has_accelerator
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, shard_degree
-from canon_pretrain.titan.optimizers import Group, parameter_groups
+from canon_pretrain.titan.muon import update_costs
+from canon_pretrain.titan.optimizers import MUON, Group, muon_shapes, parameter_groups
 from canon_pretrain.titan.parallelize import all_experts
 from canon_pretrain.titan.spec import head_loss
 from canon_pretrain.titan.step_time import count_step, step_seconds
@@ -73,6 +75,8 @@ SUMMARIZED_KEYS = """num_layers num_heads dim ffn_dim vocab_size max_seq_len nor
     canon_set qk_norm mixer mixer_conv expand_k expand_v state_dim ffn num_experts
     experts_per_token pattern layers""".split()
 SHOWN_WINDOWS = 16
+MUON_PART = "Muon's update"
+"""What the update of Muon's matrices allocates."""
 
 
 @dataclass(frozen=True)
@@ -148,14 +152,16 @@ def count_memory(
     micro_batch = micro_batch_size(job, world_size)
     tokens = micro_batch * args.max_seq_len
 
-    # This rank's shard of weights, gradients and both moments of AdamW.
+    # This rank's shard of weights, gradients and moments: two of AdamW's parameters, one of Muon's.
     num_shards = shard_degree(job, world_size)
     parameters = count_parameters(model)
     weight_bytes = -(-parameters.total // num_shards) * dtype.itemsize
     gradient_bytes = -(-parameters.trained // num_shards) * dtype.itemsize
+    shapes = muon_shapes(job.optimizer, model)
+    num_muon = sum(map(math.prod, shapes))
     states = {
         "weights": weight_bytes,
-        "optimizer (two moments)": 2 * gradient_bytes,
+        "optimizer (moments)": 2 * gradient_bytes - num_muon // num_shards * dtype.itemsize,
     }
 
     # FSDP2 gathers the embedding, the head and two blocks at a time, or keeps all blocks.
@@ -193,7 +199,7 @@ def count_memory(
                 token_bytes = layer.recurrent.temporary_bytes * num_channels
                 temporary = max(temporary, tokens * token_bytes)
 
-    # The three moments that may be the peak; earlier micro-batches have left gradients.
+    # The three times that may be the peak; earlier micro-batches have left gradients.
     accumulates = training.global_batch_size > micro_batch * world_size
     in_loss = states | {
         "gradients": gradient_bytes if accumulates else 0,
@@ -212,8 +218,19 @@ def count_memory(
         "activations": activations // args.num_layers,
         "loss": 0,
     }
-    moments = (in_loss, before_backward, after_backward)
-    return max(moments, key=lambda parts: sum(parts.values()))
+    if not shapes:
+        return max(in_loss, before_backward, after_backward, key=_total)
+
+    # With Muon there is a fourth: its update, when the activations are gone.
+    costs = update_costs(shapes, num_shards, job.optimizer.muon_ns_steps)
+    peaks = [parts | {MUON_PART: 0} for parts in (in_loss, before_backward, after_backward)]
+    in_update = dict.fromkeys(peaks[0], 0) | states
+    in_update |= {"gradients": gradient_bytes, MUON_PART: round(costs.peak_bytes)}
+    return max(*peaks, in_update, key=_total)
+
+
+def _total(parts: dict[str, int]) -> int:
+    return sum(parts.values())
 
 
 def _activation_bytes(
@@ -385,12 +402,13 @@ class Plan:
         self.flops_per_token = flops_per_token(args, training.seq_len)
         self.micro_batch = micro_batch_size(job, world_size)
 
-        # Checkpoints: the weights, and two moments of those that are trained.
+        # Checkpoints: the weights, and two moments of those that are trained, or Muon's one.
         model = on_meta(args)
         self.groups = parameter_groups(job.optimizer, model)
         self.parameters, self.trained = count_parameters(model)
         itemsize = TORCH_DTYPE_MAP[training.dtype].itemsize
-        self.checkpoint_bytes = (self.parameters + 2 * self.trained) * itemsize
+        num_muon = sum(map(math.prod, muon_shapes(job.optimizer, model)))
+        self.checkpoint_bytes = (self.parameters + 2 * self.trained - num_muon) * itemsize
         num_saves = -(-training.steps // job.checkpoint.interval)
         self.checkpoints_kept = min(job.checkpoint.keep_latest_k or num_saves, num_saves)
 
@@ -544,7 +562,7 @@ def print_plans(job: CanonJobConfig, plans: dict[str, Plan], console: Console) -
     console.print(summary)
     groups = next(iter(plans.values())).groups
     if len(groups) > 1 or job.optimizer.groups:
-        console.print(_group_table(groups))
+        console.print(_group_table(groups, job.optimizer.muon_momentum))
 
     # A column per plan, a row per part.
     memory = Table("part", title="memory per rank, GiB", title_justify="left")
@@ -615,18 +633,20 @@ def _summary(job: CanonJobConfig, plans: dict[str, Plan]) -> dict[str, str]:
     return lines
 
 
-def _group_table(groups: list[Group]) -> Table:
-    """Return a row for each group of parameters that are updated alike."""
-    table = Table("group", title="the optimizer's groups", title_justify="left")
+def _group_table(groups: list[Group], momentum: float) -> Table:
+    """Return a row for each group of parameters that are updated alike; `momentum`: of Muon."""
+    table = Table("group", "optimizer", title="the optimizer's groups", title_justify="left")
     for title in ("parameters", "learning rate", "weight decay", "betas"):
         table.add_column(title, justify="right")
     for group in groups:
+        betas = (momentum,) if group.optimizer == MUON else group.betas
         table.add_row(
             escape(group.title) or "others",
+            group.optimizer,
             f"{group.num_values:,}",
             f"{group.lr:g}",
             f"{group.weight_decay:g}",
-            ", ".join(f"{beta:g}" for beta in group.betas),
+            ", ".join(f"{beta:g}" for beta in betas),
         )
     return table
 

@@ -23,7 +23,6 @@ from canon_pretrain.run.config import valid_world_sizes
 from canon_pretrain.run.identity import GROUP_KEYS, IDENTITY
 from canon_pretrain.run.limits import (
     LIMITS,
-    OPTIMIZERS,
     check_groups,
     check_limits,
     schedule_faults,
@@ -58,7 +57,7 @@ class Model(_model_overrides(), titan.Model):  # type: ignore[misc]  # a class i
 
 @dataclass
 class Optimizer(sections.Optimizer, titan.Optimizer):
-    """AdamW with the values of the paper's appendix B."""
+    """The values of the paper's appendix B, and torch's of Muon."""
 
 
 @dataclass
@@ -281,7 +280,7 @@ def check_job(job: CanonJobConfig) -> None:
     check_backend_fits(job.model_args, job.model.attention_backend)  # ModelArgs checks itself
     check_choice("canon_backend", job.model.canon_backend, BACKENDS)
     check_choice("mixer_backend", job.model.mixer_backend, MIXER_BACKENDS)
-    check_choice("optimizer.name", job.optimizer.name, OPTIMIZERS)
+    check_choice("optimizer.name", job.optimizer.name, sections.OPTIMIZERS)
     _check_compile_backend(job.compile.backend)
     check_allowed_changes(job.run.allow_changes, _identity_names())
     check_limits({name: value_of(job, name) for name in LIMITS})

@@ -54,7 +54,7 @@ from canon_pretrain.titan.keys import dotted
 from canon_pretrain.titan.metrics import CanonMetrics
 from canon_pretrain.titan.resume import RankZero, check_initial
 
-ADDED_LATER = ("model.", "loss.", "optimizer.decay")
+ADDED_LATER = ("model.", "loss.", "optimizer.decay", "optimizer.muon_")
 """Prefixes of names that the identity of an older run may lack: it had the default."""
 
 

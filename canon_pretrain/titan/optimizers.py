@@ -12,6 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.distributed import ParallelDims
 
@@ -19,8 +24,10 @@ from canon_pretrain.core.errors import UserError, nearest
 from canon_pretrain.model.init import plain_name
 from canon_pretrain.run.identity import GROUPS
 from canon_pretrain.run.sections import Optimizer
+from canon_pretrain.titan.muon import Muon
 
-CLASSES: dict[str, type[torch.optim.Optimizer]] = {
+MUON = "Muon"
+ADAM_CLASSES: dict[str, type[torch.optim.Adam]] = {
     "Adam": torch.optim.Adam,
     "AdamW": torch.optim.AdamW,
 }
@@ -56,12 +63,19 @@ def is_matrix(name: str, parameter: Tensor) -> bool:
     return parameter.ndim == 2 and name.endswith(".weight") and not is_convolution
 
 
+def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
+    """Return whether Muon updates a parameter: the matrices in the blocks, and experts."""
+    return name.startswith("layers.") and is_matrix(name, parameter)
+
+
 @dataclass
 class Group:
     """Parameters that are updated alike."""
 
     title: str
     """The group's `match`; "" for parameters that no group matches."""
+    optimizer: str
+    """One of OPTIMIZERS."""
     lr: float
     weight_decay: float
     betas: tuple[float, float]
@@ -75,8 +89,8 @@ class Group:
 def parameter_groups(config: Optimizer, model: nn.Module) -> list[Group]:
     """Return the groups of a model's trained parameters: those of the config first, in its order.
 
-    Parameters of one table with and without weight decay are two groups. Raises UserError for a
-    table that no parameter belongs to.
+    Parameters of one table with and without weight decay, or of Muon and AdamW, are two groups.
+    Raises UserError for a table that no parameter belongs to.
     """
     parameters = {
         plain_name(name): parameter
@@ -85,19 +99,27 @@ def parameter_groups(config: Optimizer, model: nn.Module) -> list[Group]:
     }
 
     # The first table that matches; the last row is of those that no table matches.
-    num_tables = len(config.groups)
     table_of = {name: _first_match(config, name) for name in parameters}
     _check_tables(config, parameters, Counter(table_of.values()))
 
-    groups: dict[tuple[int, float], Group] = {}
+    groups: dict[tuple[int, str, float], Group] = {}
     for name, parameter in parameters.items():
-        table = table_of[name]
-        new = _default_group(config, decays=config.decay == "all" or is_matrix(name, parameter))
-        if table < num_tables:
-            _apply(config, table, new)
-        group = groups.setdefault((table, new.weight_decay), new)
+        new = _new_group(config, table_of[name], name, parameter)
+        # in a table, AdamW's before Muon's
+        key = (table_of[name], new.optimizer, -new.weight_decay)
+        group = groups.setdefault(key, new)
         group.parameters[name] = parameter
-    return [groups[key] for key in sorted(groups, key=lambda key: (key[0], -key[1]))]
+    return [groups[key] for key in sorted(groups)]
+
+
+def muon_shapes(config: Optimizer, model: nn.Module) -> list[torch.Size]:
+    """Return the shapes of the matrices, and of the stacks of them, that Muon updates."""
+    groups = parameter_groups(config, model) if config.name == MUON else []
+    shapes = []
+    for group in groups:
+        if group.optimizer == MUON:
+            shapes += [parameter.shape for parameter in group.parameters.values()]
+    return shapes
 
 
 def _first_match(config: Optimizer, name: str) -> int:
@@ -109,25 +131,46 @@ def _first_match(config: Optimizer, name: str) -> int:
     return len(config.groups)
 
 
-def _default_group(config: Optimizer, *, decays: bool) -> Group:
-    return Group(
+def _new_group(config: Optimizer, number: int, name: str, parameter: Tensor) -> Group:
+    """Return a group for a parameter of this table, or of none."""
+    decays = config.decay == "all" or is_matrix(name, parameter)
+    group = Group(
         title="",
+        optimizer=config.name,
         lr=config.lr,
         weight_decay=config.weight_decay if decays else 0.0,
         betas=(config.beta1, config.beta2),
     )
+    if config.name == MUON:
+        if not is_hidden_matrix(name, parameter):
+            group.optimizer = "AdamW"
+        elif config.muon_lr is not None:
+            group.lr = config.muon_lr
+
+    # What the table changes.
+    if number < len(config.groups):
+        table = config.groups[number]
+        group.title = table.match
+        group.lr *= table.lr_scale
+        if table.weight_decay is not None:
+            group.weight_decay = table.weight_decay
+        if table.betas is not None:
+            _check_betas(group, number, name)
+            beta1, beta2 = table.betas
+            group.betas = (beta1, beta2)
+    return group
 
 
-def _apply(config: Optimizer, number: int, group: Group) -> None:
-    """Change a group as a table of the config says."""
-    table = config.groups[number]
-    group.title = table.match
-    group.lr *= table.lr_scale
-    if table.weight_decay is not None:
-        group.weight_decay = table.weight_decay
-    if table.betas is not None:
-        beta1, beta2 = table.betas
-        group.betas = (beta1, beta2)
+def _check_betas(group: Group, number: int, name: str) -> None:
+    """Raise UserError for betas of a parameter that Muon updates."""
+    if group.optimizer == MUON:
+        raise UserError(
+            "optimizer.muon_betas",
+            f"{GROUPS}[{number}].betas: {name} is updated by Muon, which has muon_momentum "
+            f"instead. Let {GROUPS}[{number}].match leave it out, or unset betas",
+            shared=True,
+            key=f"{GROUPS}[{number}].betas",
+        )
 
 
 def _check_tables(
@@ -158,29 +201,63 @@ def _check_tables(
 
 
 class Optimizers(OptimizersContainer):
-    """torchtitan's container, with the job's optimizer of a model and its groups."""
+    """torchtitan's container, with one optimizer for a model, or with Muon and AdamW."""
 
     def __init__(self, model: nn.Module, config: Optimizer) -> None:
-        shared: dict[str, Any] = {
-            "eps": config.eps,
-            "fused": config.implementation == "fused",
-            "foreach": config.implementation == "foreach",
-        }
-        groups = parameter_groups(config, model)
-        self.hyperparameters: list[dict[str, Any]] = [
-            {"lr": group.lr, "weight_decay": group.weight_decay, "betas": group.betas, **shared}
-            for group in groups
-        ]
-        """The values of each group that the job sets, `lr` before the schedule"""
-
-        rows = [
-            {"params": list(group.parameters.values()), **values}
-            for group, values in zip(groups, self.hyperparameters, strict=True)
-        ]
         self.model_parts = [model]
-        self.optimizers = [CLASSES[config.name](rows, **shared)]
-        all_parameters = [parameter for row in rows for parameter in row["params"]]
-        self._post_init(all_parameters, shared)
+        self.optimizers = []
+        self.hyperparameters: list[list[dict[str, Any]]] = []
+        """By optimizer and group, the values that the job sets; `lr` before the schedule"""
+
+        groups = parameter_groups(config, model)
+        for name in dict.fromkeys(sorted(group.optimizer for group in groups)):
+            own = [group for group in groups if group.optimizer == name]
+            values = [_hyperparameters(group, config) for group in own]
+            rows = [
+                {"params": list(group.parameters.values()), **row}
+                for group, row in zip(own, values, strict=True)
+            ]
+            self.optimizers.append(_build(name, rows, config))
+            self.hyperparameters.append(values)
+
+        all_parameters = [p for group in groups for p in group.parameters.values()]
+        self._post_init(all_parameters, {})
+
+    def state_dict(self) -> dict[str, Any]:
+        (model,) = self.model_parts
+        return get_optimizer_state_dict(model, self.optimizers, options=_FLAT)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        (model,) = self.model_parts
+        set_optimizer_state_dict(model, self.optimizers, state_dict, options=_FLAT)
+
+
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def _hyperparameters(group: Group, config: Optimizer) -> dict[str, Any]:
+    """Return the values of a group in its optimizer."""
+    values: dict[str, Any] = {"lr": group.lr, "weight_decay": group.weight_decay}
+    if group.optimizer == MUON:
+        return values
+    return values | {
+        "betas": group.betas,
+        "eps": config.eps,
+        "fused": config.implementation == "fused",
+        "foreach": config.implementation == "foreach",
+    }
+
+
+def _build(name: str, rows: list[dict[str, Any]], config: Optimizer) -> torch.optim.Optimizer:
+    if name == MUON:
+        return Muon(
+            rows,
+            momentum=config.muon_momentum,
+            num_steps=config.muon_ns_steps,
+            adjust_lr=config.muon_adjust_lr,
+        )
+    # fused also as a default: the constructor reads it there
+    return ADAM_CLASSES[name](rows, fused=config.implementation == "fused")
 
 
 def build_optimizers(

@@ -315,6 +315,9 @@ class Resume:
         model = self._model.state_dict()
         _check_model(path, checkpoint.metadata, model)
 
+        if not model_only:
+            _check_optimizer(path, checkpoint.metadata, self._states["optimizer"].state_dict())
+
         # dcp reads into the tensors of `state`, and lets Stateful objects load theirs.
         state = dict(model) if model_only else self._states | model
         dcp.load(
@@ -394,6 +397,20 @@ def _check_model(path: Path, metadata: Metadata, model: Mapping[str, Tensor]) ->
             raise UserError(
                 "checkpoint.other_model",
                 f"{path} is of another model: {name} is {state}, expected {tuple(tensor.shape)}",
+                shared=True,
+                name=name,
+            )
+
+
+def _check_optimizer(path: Path, metadata: Metadata, optimizer: Mapping[str, Any]) -> None:
+    """Raise UserError unless the checkpoint has the state of this job's optimizer."""
+    for name in optimizer:
+        if name.startswith("state.") and f"optimizer.{name}" not in metadata.state_dict_metadata:
+            raise UserError(
+                "checkpoint.other_optimizer",
+                f"{path} has no {name.removeprefix('state.')}: it is of another optimizer. Restore "
+                "optimizer.name, or start a new run from the weights: "
+                f"--checkpoint.initial_load_path {path} and another --job.dump_folder",
                 shared=True,
                 name=name,
             )

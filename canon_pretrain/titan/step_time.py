@@ -5,8 +5,10 @@ FSDP2 in closed form; the speeds are assumed (machine/gpus.py), with a range tha
 `tests/fake_gpu` compares the counts with those of the trainer on fake GPUs.
 """
 
+import math
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -17,8 +19,11 @@ from canon_pretrain.kernels.work import Work
 from canon_pretrain.machine.gpus import GPUS_PER_NODE, Gpu, Range
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.counts import num_parameters, routed_parameters
+from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.titan.costs import compiled_block_costs, planned_backend
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, shard_degree
+from canon_pretrain.titan.muon import update_costs
+from canon_pretrain.titan.optimizers import MUON, muon_shapes
 
 FLOAT32_BYTES = 4
 TRAFFIC_FACTOR = 1.15
@@ -39,6 +44,9 @@ HEAD_LAUNCHES = 8
 """Of a chunk of the loss."""
 STEP_LAUNCHES = 70
 """Launches of a step that are not compiled, without those of blocks."""
+MUON_LAUNCHES = 6
+"""Of a parameter that Muon updates, on each rank: momentum, direction, decay, update. With three
+products per iteration on the owner."""
 BLOCK_LAUNCHES = 8
 """Launches of FSDP2 for a block and micro-batch."""
 # Range: slow, likely, fast
@@ -125,7 +133,30 @@ def count_step(job: CanonJobConfig, world_size: int, mixer_backend: str = "chunk
         if mixer_backend == "triton":
             block.add(_recurrence_work(layer, layout))
         blocks.append(block)
-    return count_model(job.model_args, layout, *blocks)
+    counts = count_model(job.model_args, layout, *blocks)
+
+    # AdamW's update is counted for all parameters; Muon's matrices are orthogonalized as well.
+    if job.optimizer.name == MUON:
+        with torch.device("meta"):
+            model = Transformer(job.model_args)
+        shapes = muon_shapes(job.optimizer, model)
+        counts = add_muon(counts, shapes, layout.num_shards, job.optimizer.muon_ns_steps)
+    return counts
+
+
+def add_muon(
+    counts: StepCounts, shapes: Sequence[torch.Size], num_shards: int, num_steps: int
+) -> StepCounts:
+    """Return the counts of a step in which Muon updates matrices of these shapes."""
+    costs = update_costs(shapes, num_shards, num_steps)
+    work = counts.work.repeated(1)
+    work.flops["bfloat16"] += round(costs.flops)
+    num_matrices = sum(math.prod(shape[:-2]) for shape in shapes)
+    work.launches += MUON_LAUNCHES * len(shapes)
+    work.launches += (3 * num_steps + 3) * num_matrices / num_shards
+    if num_shards > GPUS_PER_NODE:
+        return replace(counts, work=work, network_bytes=counts.network_bytes + costs.received_bytes)
+    return replace(counts, work=work, node_bytes=counts.node_bytes + costs.received_bytes)
 
 
 def count_model(args: ModelArgs, layout: Layout, *blocks: Work) -> StepCounts:

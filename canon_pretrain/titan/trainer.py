@@ -343,21 +343,23 @@ class CanonTrainer(torchtitan.train.Trainer):
 
     def _apply_hyperparameters(self) -> None:
         """Replace the checkpoint's hyperparameters by this job's (checked: run.allow_changes)."""
-        (optimizer,) = self.optimizers
-        (schedule,) = self.lr_schedulers.schedulers
-        groups = self.optimizers.hyperparameters
-
-        # A schedule computes rates from its base rates when it steps: set this step's as well.
-        schedule.base_lrs = [values["lr"] for values in groups]
         factor = self._learning_rate_factor()
-        rates = [base_lr * factor for base_lr in schedule.base_lrs]
-        for group, values, rate in zip(optimizer.param_groups, groups, rates, strict=True):
-            group.update(values | {"initial_lr": values["lr"], "lr": rate})
-        schedule._last_lr = rates
+        for optimizer, schedule, groups in zip(
+            self.optimizers,
+            self.lr_schedulers.schedulers,
+            self.optimizers.hyperparameters,
+            strict=True,
+        ):
+            # A schedule computes rates from its base rates when it steps: set this step's as well.
+            schedule.base_lrs = [values["lr"] for values in groups]
+            rates = [base_lr * factor for base_lr in schedule.base_lrs]
+            for group, values, rate in zip(optimizer.param_groups, groups, rates, strict=True):
+                group.update(values | {"initial_lr": values["lr"], "lr": rate})
+            schedule._last_lr = rates
 
     def _learning_rate_factor(self) -> float:
         """Return this step's learning rate over the base rate, the same in all groups."""
-        (schedule,) = self.lr_schedulers.schedulers
+        schedule = self.lr_schedulers.schedulers[0]
         return schedule.lr_lambdas[0](schedule.last_epoch)
 
     def train(self) -> None:

@@ -175,11 +175,13 @@ def count_waits(rank, report):
     CanonTrainer.train_step = train_step  # type: ignore[method-assign]
 
 
-def test_only_logged_steps_read_values_from_the_device(trial):
+@pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
+def test_only_logged_steps_read_values_from_the_device(optimizer, trial):
     """On a GPU each such read would wait for the step; on a CPU they can be counted."""
     report = trial.folder / "report.json"
     trial.launch(
         *EVERY_2,
+        *("--optimizer.name", optimizer),
         *("--metrics.log_freq", 10),
         *("--checkpoint.interval", 100),
         ranks=1,

@@ -158,7 +158,7 @@ def test_memory_equals_what_a_real_tiny_model_holds(variant):
     optimizer.step()
     assert planned["weights"] == sum(p.nbytes for p in model.parameters())
     moments = [t for state in optimizer.state.values() for t in state.values() if t.ndim]
-    assert planned["optimizer (two moments)"] == sum(t.nbytes for t in moments)
+    assert planned["optimizer (moments)"] == sum(t.nbytes for t in moments)
 
     # gradients: in the loss of the only micro-batch there are none yet, in that of a second one all
     assert planned["gradients"] == 0
@@ -193,7 +193,7 @@ def test_canon_weights_that_are_not_trained_are_only_weights():
     assert fixed.parameters == fixed.trained + canon == plain.parameters
     assert plain.memory["weights"] == fixed.memory["weights"]
     assert plain.memory["gradients"] - fixed.memory["gradients"] == 4 * canon
-    moments = "optimizer (two moments)"
+    moments = "optimizer (moments)"
     assert plain.memory[moments] - fixed.memory[moments] == 8 * canon
     assert plain.checkpoint_bytes - fixed.checkpoint_bytes == 8 * canon
 
@@ -330,7 +330,7 @@ def test_replicas_hold_all_states_each_and_share_the_batch():
     sharded_on_8 = plan_of(job_of("nope_canon"), "h100", 8)
     sharded_on_16 = plan_of(job_of("nope_canon"), "h100", 16)
 
-    for part in ("weights", "gradients", "optimizer (two moments)"):
+    for part in ("weights", "gradients", "optimizer (moments)"):
         assert replicas_on_16.memory[part] == sharded_on_8.memory[part]
         assert replicas_on_16.memory[part] == pytest.approx(2 * sharded_on_16.memory[part])
     assert replicas_on_16.micro_batch == sharded_on_16.micro_batch
