@@ -204,9 +204,7 @@ def _triton_or_chunked(
     return form(*heads, state=state, **past)
 
 
-def _fla_or_chunked(
-    adapter: Any, mixer: str, *heads: Tensor, **past: Any
-) -> tuple[Tensor, Tensor]:
+def _fla_or_chunked(adapter: Any, mixer: str, *heads: Tensor, **past: Any) -> tuple[Tensor, Tensor]:
     """Compute by fla, or by the chunked form values it does not support, and single tokens."""
     v_BTHV = values_of(mixer, heads)
     form: Recurrence = CHUNKED[mixer]

@@ -1,4 +1,4 @@
-"""The work of Triton's recurrences in closed form is that of the launches, recorded without a GPU."""
+"""The work of Triton's recurrences in closed form is that of launches recorded without a GPU."""
 
 import importlib
 

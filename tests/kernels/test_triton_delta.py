@@ -7,7 +7,7 @@ import torch
 
 from tests import delta_launches
 from tests.delta_cases import CASES, DRAWN, FAULTS, LONG, PROPERTIES, QUICK
-from tests.kernels.test_triton import _run as run_module
+from tests.kernels.test_triton import run_module
 from tests.support import selected
 
 NUM_SYSTEM = 30

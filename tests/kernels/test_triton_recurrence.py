@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 
 from tests import recurrence_launches
 from tests.kernels.test_triton import run_module

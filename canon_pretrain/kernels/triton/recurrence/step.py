@@ -5,13 +5,12 @@
     Mamba2    S = exp(dt A) S + dt B^T x,            y = C S + D x
     delta     S = a S,  z = v - k S,  S = S + b k^T z,    o = scale q S
 
-The columns of S do not depend on each other: a program has all keys and some values of a head, reads
-them once and writes them once. Sums are float32.
+The columns of S do not depend on each other: a program has all keys and some values of a head,
+reads them once and writes them once. Sums are float32.
 
 Shapes: B rows, H heads, K key dim, V value dim; a single token, T = 1.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -152,7 +151,5 @@ def step_delta(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute `chunked_delta` of one token; the state is updated in place."""
     scale = k.shape[-1] ** -0.5
-    o = recurrence_step(
-        q, k, v, g, state, starts_BT, scale=scale, step_B1H=beta, is_delta=True
-    )
+    o = recurrence_step(q, k, v, g, state, starts_BT, scale=scale, step_B1H=beta, is_delta=True)
     return o, state
