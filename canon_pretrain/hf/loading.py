@@ -190,7 +190,8 @@ class FastLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias."""
         is_small_row = x.numel() == self.in_features and self.weight.numel() < ROW_WEIGHTS
-        if torch.is_grad_enabled() or is_small_row:
+        is_float32 = self.weight.dtype == torch.float32  # unless converted since it was loaded
+        if torch.is_grad_enabled() or is_small_row or not is_float32:
             return F.linear(x, self.weight, self.bias)
         # torch.compile's replacement of a linear layer, for the weight in its stored layout
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")

@@ -17,6 +17,8 @@ from canon_pretrain.kernels.work import Work
 FULL = 4
 CHUNK = 64
 """Tokens of a chunk: `triton/recurrence/chunks.py`."""
+SSD_VALUES = 64
+"""The most values of a head of Mamba2 that a program has."""
 DELTA_KEYS = 128
 """The most keys of the delta rule with such chunks."""
 
@@ -49,6 +51,10 @@ def triton_work(
     mixer: str, direction: str, num_heads: int, key_dim: int, value_dim: int, itemsize: int
 ) -> Work:
     """Return the work of a "forward" or "backward" pass per token; launches: of the pass."""
+    if mixer == "mamba2":  # wide heads are cut into parts
+        num_parts = -(-value_dim // SSD_VALUES)
+        num_heads *= num_parts
+        value_dim //= num_parts
     sizes = Sizes(num_heads, key_dim, value_dim, itemsize)
     forward, backward = _PASSES[mixer]
     costs = forward(sizes) if direction == "forward" else backward(sizes)

@@ -126,7 +126,7 @@ def _read(x, weight, sizes, segments=None, memory=None, start=0, **kind):
         stop = start + size
         window = None if segments is None else segments[:, start : stop + weight.shape[2] - 1]
         parts = x[:, start:stop].split(WIDTHS, dim=-1)
-        outputs.append(torch.cat(memory.read(parts, weight, window), dim=-1))
+        outputs.append(torch.cat(memory.read(parts, lambda: weight, window), dim=-1))
         start = stop
     return torch.cat(outputs, dim=1)
 
@@ -167,7 +167,7 @@ def _step(memories, tokens, weights, window):
     step.begin(window)
     outputs = []
     for memory, x, weight in zip(memories, tokens, weights, strict=True):
-        parts = memory.read(x.split(WIDTHS, -1), weight, window)
+        parts = memory.read(x.split(WIDTHS, -1), lambda weight=weight: weight, window)
         outputs.append(torch.cat(parts, -1))
     step.end()
     return outputs

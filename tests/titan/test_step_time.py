@@ -174,8 +174,9 @@ def test_linear_models_are_planned_by_triton(config, least_mfu):
     assert auto.chunked_seconds == chunked.seconds
     # the table's times, of which Mamba2's are without a feed-forward
     step_times = job.model_args.recurrent.step_times
-    assert auto.seconds < fla.seconds < chunked.seconds
+    assert auto.seconds < chunked.seconds
     if config != "mamba2_mlp":
+        assert auto.seconds < fla.seconds < chunked.seconds
         ratio = chunked.seconds / auto.seconds
         assert ratio == pytest.approx(step_times["chunked"], rel=0.03)
 

@@ -20,6 +20,9 @@ from canon_pretrain.kernels.triton.recurrence import chunks
 from canon_pretrain.kernels.triton.recurrence import gla as gla_kernels
 from canon_pretrain.kernels.triton.recurrence import ssd as ssd_kernels
 
+MAX_VALUES = 64
+"""Values of a head of Mamba2 that a program holds without spills."""
+
 
 def gla(
     q_BTHK: Tensor,
@@ -62,18 +65,42 @@ def ssd(
     """Compute `chunked_ssd`; products are in the dtype of x, sums and states in float32."""
     if not _is_supported(x_BTHP):
         return chunked_ssd(x_BTHP, dt_BTH, A_H, B_BTN, C_BTN, D_H, state, starts_BT)
-    outputs: tuple[Tensor, Tensor]
-    outputs = ssd_operator(
-        x_BTHP,
-        dt_BTH.float(),
-        A_H.float(),
+
+    # The values of a head do not depend on each other: parts of a wide one are heads by themselves.
+    num_parts = parts_of_head(x_BTHP.shape[3])
+    if state is not None:
+        state = _split_state(state.float(), num_parts)
+    y_BTHP, last_BHNP = ssd_operator(
+        x_BTHP.unflatten(3, (num_parts, -1)).flatten(2, 3),
+        dt_BTH.float().repeat_interleave(num_parts, dim=2),
+        A_H.float().repeat_interleave(num_parts),
         B_BTN.to(x_BTHP.dtype),
         C_BTN.to(x_BTHP.dtype),
-        D_H.float(),
-        None if state is None else state.float(),
+        D_H.float().repeat_interleave(num_parts),
+        state,
         starts_BT,
     )
-    return outputs
+    return y_BTHP.view(x_BTHP.shape), _join_state(last_BHNP, num_parts)
+
+
+def parts_of_head(head_dim: int) -> int:
+    """Return into how many parts the kernels cut a head's values: the fewest that fit."""
+    for num_parts in range(1, head_dim):
+        if head_dim % num_parts == 0 and head_dim // num_parts <= MAX_VALUES:
+            return num_parts
+    return 1
+
+
+def _split_state(state_BHNP: Tensor, num_parts: int) -> Tensor:
+    """Return the states of the parts of each head, [B, H parts, N, P / parts]."""
+    parts = state_BHNP.unflatten(3, (num_parts, -1))
+    return parts.permute(0, 1, 3, 2, 4).flatten(1, 2)
+
+
+def _join_state(state_BHNP: Tensor, num_parts: int) -> Tensor:
+    """Invert `_split_state`."""
+    parts = state_BHNP.unflatten(1, (-1, num_parts))
+    return parts.permute(0, 1, 3, 2, 4).flatten(3)
 
 
 def _is_supported(v_BTHV: Tensor) -> bool:
