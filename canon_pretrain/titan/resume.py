@@ -315,8 +315,9 @@ class Resume:
         model = self._model.state_dict()
         _check_model(path, checkpoint.metadata, model)
 
-        if not model_only:
-            _check_optimizer(path, checkpoint.metadata, self._states["optimizer"].state_dict())
+        optimizer = self._states.get("optimizer")
+        if optimizer is not None and not model_only:
+            _check_optimizer(path, checkpoint.metadata, optimizer.state_dict())
 
         # dcp reads into the tensors of `state`, and lets Stateful objects load theirs.
         state = dict(model) if model_only else self._states | model
