@@ -13,16 +13,11 @@ from unittest import mock
 
 import torch
 
+from tests.recurrence_launches import compiled
 from tests.triton_compiled import resources
 
 PACKAGE = "canon_pretrain.kernels.triton.recurrence"
 KERNELS = ("chunks", "forward", "backward", "gradients")
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
-TYPES = {
-    torch.float32: "*fp32",
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-}
 SIZES = {"num_heads": 12, "key_dim": 128, "value_dim": 256}
 """Of appendix C's GatedDeltaNet at 1.3B."""
 
@@ -112,40 +107,6 @@ def cost(launches, way):
     return moved, sum(sizes[name] for name in LEAST[way].split())
 
 
-# -- code ---------------------------------------------------------------------------------------
-
-
-def compiled(launch, capability):
-    """Return a launch's kernel compiled for a GPU."""
-    triton = importlib.import_module("triton")
-    backends = importlib.import_module("triton.backends.compiler")
-    function = getattr(importlib.import_module(f"{PACKAGE}.delta"), launch.kernel)
-
-    signature = {}
-    attributes = {}
-    constants = {}
-    for index, parameter in enumerate(function.params):
-        value = launch.arguments[parameter.name]
-        is_tensor = isinstance(value, torch.Tensor)
-        if parameter.is_constexpr:
-            signature[parameter.name] = "constexpr"
-            constants[parameter.name] = value
-        elif is_tensor:
-            signature[parameter.name] = TYPES[value.dtype]
-        else:
-            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-        # as Triton specializes them
-        if is_tensor or (signature[parameter.name] == "i32" and value % 16 == 0):
-            attributes[index,] = [["tt.divisibility", 16]]
-
-    options = {name: launch.arguments[name] for name in OPTIONS if name in launch.arguments}
-    return triton.compile(
-        triton.compiler.ASTSource(function, signature, constexprs=constants, attrs=attributes),
-        target=backends.GPUTarget("cuda", capability, 32),
-        options=options,
-    )
-
-
 def main() -> None:
     """Write {launch: [PTX, resources, bytes of shared memory]}, or print the bytes."""
     if len(sys.argv) > 1:
@@ -153,7 +114,9 @@ def main() -> None:
         forward, backward = recorded(getattr(torch, dtype), **SIZES)
         result = {}
         for launch in {each.name: each for each in (*forward, *backward)}.values():
-            code = compiled(launch, int(capability))
+            kernels = importlib.import_module(f"{PACKAGE}.delta")
+            kernel = getattr(kernels, launch.kernel)
+            code = compiled(launch._replace(kernel=kernel), int(capability))
             shared = code.metadata.shared
             result[launch.name] = (code.asm["ptx"], resources(code.asm["cubin"]), shared)
         Path(out).write_text(json.dumps(result))

@@ -18,7 +18,7 @@ FULL = 4
 CHUNK = 64
 """Tokens of a chunk: `triton/recurrence/chunks.py`."""
 SSD_VALUES = 64
-"""The most values of a head of Mamba2 that a program has."""
+"""The most values of a head of Mamba2 that a program holds without spills."""
 DELTA_KEYS = 128
 """The most keys of the delta rule with such chunks."""
 
@@ -52,7 +52,7 @@ def triton_work(
 ) -> Work:
     """Return the work of a "forward" or "backward" pass per token; launches: of the pass."""
     if mixer == "mamba2":  # wide heads are cut into parts
-        num_parts = -(-value_dim // SSD_VALUES)
+        num_parts = parts_of_head(value_dim)
         num_heads *= num_parts
         value_dim //= num_parts
     sizes = Sizes(num_heads, key_dim, value_dim, itemsize)
@@ -66,6 +66,14 @@ def triton_work(
         bytes_moved=num_heads * costs.num_bytes,
         flops=flops,
     )
+
+
+def parts_of_head(head_dim: int) -> int:
+    """Return into how many parts Mamba2's kernels cut a head's values: the fewest that fit."""
+    for num_parts in range(1, head_dim):
+        if head_dim % num_parts == 0 and head_dim // num_parts <= SSD_VALUES:
+            return num_parts
+    return 1
 
 
 # -- GLA: kernels of triton/recurrence/gla.py

@@ -533,11 +533,27 @@ class Matrices(NamedTuple):
 
 def forward(inputs: Inputs, state_BHKV: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return o_BTHV, and the state after the last token in float32."""
-    q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH = inputs
+    _, k_BTHK, v_BTHV, g_BTH, _ = inputs
     batch, _, num_heads, key_dim = k_BTHK.shape
     matrices = compute_chunks(inputs)
     o_BTHV = v_BTHV.new_empty(v_BTHV.shape)
     last_BHKV = g_BTH.new_empty(batch, num_heads, key_dim, v_BTHV.shape[3])
+    _walk_forward(inputs, matrices, state_BHKV, o=o_BTHV, last_state=last_BHKV)
+    return o_BTHV, last_BHKV
+
+
+def _walk_forward(
+    inputs: Inputs,
+    matrices: Matrices,
+    state_BHKV: Tensor | None,
+    *,
+    o: Tensor | None = None,
+    last_state: Tensor | None = None,
+    z: Tensor | None = None,
+    states: Tensor | None = None,
+) -> None:
+    """Write o and the last state or, for backward, z and the states before the chunks."""
+    q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH = inputs
     grid, arguments = inputs.walk()
     delta_forward_kernel[grid](
         q=q_BTHK,
@@ -548,16 +564,15 @@ def forward(inputs: Inputs, state_BHKV: Tensor | None) -> tuple[Tensor, Tensor]:
         inverse=matrices.inverse_RNCC,
         scores=matrices.scores_RNCC,
         first_state=blocks.pointer(state_BHKV, g_BTH),
-        o=o_BTHV,
-        z=o_BTHV,  # any pointers
-        states=o_BTHV,
-        last_state=last_BHKV,
+        o=blocks.pointer(o, v_BTHV),
+        z=blocks.pointer(z, v_BTHV),
+        states=blocks.pointer(states, v_BTHV),
+        last_state=blocks.pointer(last_state, g_BTH),
         v_step=v_BTHV.stride(1),
-        for_backward=False,
+        for_backward=z is not None,
         has_state=state_BHKV is not None,
         **arguments,
     )
-    return o_BTHV, last_BHKV
 
 
 def backward(
@@ -574,24 +589,7 @@ def backward(
     matrices = compute_chunks(inputs)
     z_BTHV = v_BTHV.new_empty(v_BTHV.shape)
     states_RNKV = v_BTHV.new_empty(states_shape)
-    delta_forward_kernel[grid](
-        q=q_BTHK,
-        k=k_BTHK,
-        v=v_BTHV,
-        g=g_BTH,
-        beta=beta_BTH,
-        inverse=matrices.inverse_RNCC,
-        scores=matrices.scores_RNCC,
-        first_state=blocks.pointer(state_BHKV, g_BTH),
-        o=z_BTHV,  # any pointer
-        z=z_BTHV,
-        states=states_RNKV,
-        last_state=g_BTH,  # any pointer
-        v_step=v_BTHV.stride(1),
-        for_backward=True,
-        has_state=state_BHKV is not None,
-        **arguments,
-    )
+    _walk_forward(inputs, matrices, state_BHKV, z=z_BTHV, states=states_RNKV)
 
     # Backward in time: dv, and the gradients of the states after the chunks.
     dv_BTHV = v_BTHV.new_empty(v_BTHV.shape)

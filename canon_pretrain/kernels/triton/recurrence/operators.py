@@ -14,14 +14,12 @@ from torch import Tensor
 
 from canon_pretrain.kernels.compiled import needed_grads
 from canon_pretrain.kernels.gla import chunked_gla
+from canon_pretrain.kernels.recurrence_work import parts_of_head
 from canon_pretrain.kernels.ssd import chunked_ssd
 from canon_pretrain.kernels.triton import blocks
 from canon_pretrain.kernels.triton.recurrence import chunks
 from canon_pretrain.kernels.triton.recurrence import gla as gla_kernels
 from canon_pretrain.kernels.triton.recurrence import ssd as ssd_kernels
-
-MAX_VALUES = 64
-"""Values of a head of Mamba2 that a program holds without spills."""
 
 
 def gla(
@@ -81,14 +79,6 @@ def ssd(
         starts_BT,
     )
     return y_BTHP.view(x_BTHP.shape), _join_state(last_BHNP, num_parts)
-
-
-def parts_of_head(head_dim: int) -> int:
-    """Return into how many parts the kernels cut a head's values: the fewest that fit."""
-    for num_parts in range(1, head_dim):
-        if head_dim % num_parts == 0 and head_dim // num_parts <= MAX_VALUES:
-            return num_parts
-    return 1
 
 
 def _split_state(state_BHNP: Tensor, num_parts: int) -> Tensor:
