@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.kernels.compiled import Segments, canon_compiled, canon_gate_compiled, sum_dtype
 from canon_pretrain.kernels.dynamic import canon_dynamic
-from canon_pretrain.kernels.recurrences import CHUNKED, Recurrence, values_of
+from canon_pretrain.kernels.recurrences import CHUNKED, Recurrence, recurrence_problem, values_of
 
 BACKENDS = ("auto", "reference", "compiled", "causal_conv1d", "fla", "triton")
 OPTIONAL = {
@@ -34,8 +34,7 @@ RECURRENCES = {
 }
 """Backends of recurrences that need a GPU -> their modules, in the order that `auto` tries.
 
-Each module has FORMS, recurrences by mixer, and `recurrence_problem(mixer, key_dim)`, why they
-can't compute a mixer here.
+Each module has FORMS, recurrences by mixer.
 """
 TRITON_TAPS = 4
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -250,13 +249,13 @@ def mixer_problem(mixer: str, key_dim: int, backend: str) -> str | None:
     """Return why `backend` can't compute `mixer` on this machine, or None; runs no kernel."""
     if backend not in RECURRENCES:
         return None
+    if problem := recurrence_problem(mixer, key_dim):
+        return problem
     if backend == "triton":
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
-        problem = backend_problem("triton", device_type)
-        if problem is not None:
-            return problem
-    kernels_problem: str | None = recurrence_module(backend).recurrence_problem(mixer, key_dim)
-    return kernels_problem
+        return backend_problem("triton", device_type)
+    fla_problem: str | None = recurrence_module("fla").fla_problem(mixer)
+    return fla_problem
 
 
 def triton_kernels(backend: str, x: Tensor) -> Any:

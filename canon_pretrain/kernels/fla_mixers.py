@@ -28,16 +28,10 @@ MIXERS = {
         functions="fla.ops.gated_delta_rule", needed=("chunk_gated_delta_rule",)
     ),
 }
-MAX_DELTA_KEYS = 256
-"""The widest key of the package's delta rule."""
 
 
-def recurrence_problem(mixer: str, key_dim: int) -> str | None:
+def fla_problem(mixer: str) -> str | None:
     """Return why the package can't compute `mixer` here, or None; runs no kernel."""
-    if mixer not in MIXERS:
-        return f'model.mixer = "{mixer}" has no recurrence'
-    if mixer == "gated_deltanet" and key_dim > MAX_DELTA_KEYS:
-        return f"fla's delta rule takes keys of at most {MAX_DELTA_KEYS} channels, not {key_dim}"
     return package_problem("fla", MIXERS[mixer])
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from canon_pretrain.kernels import fla_mixers, packages
-from canon_pretrain.kernels.backends import check_mixer_backend, recurrence
+from canon_pretrain.kernels.backends import check_mixer_backend, mixer_problem, recurrence
 from canon_pretrain.kernels.fla_mixers import MIXERS
 from canon_pretrain.kernels.recurrence_check import check_mixer
 from canon_pretrain.kernels.recurrences import CHUNKED
@@ -351,7 +351,7 @@ def test_the_real_kernels(mixer, dtype, monkeypatch):
     for module in [name for name in sys.modules if name.split(".")[0] == "fla"]:
         monkeypatch.delitem(sys.modules, module)
     key_dim, value_dim = REAL_WIDTHS[mixer]
-    if problem := fla_mixers.recurrence_problem(mixer, key_dim):
+    if problem := mixer_problem(mixer, key_dim, "fla"):
         pytest.skip(problem)
 
     assert check_mixer("fla", mixer, key_dim, value_dim, dtype, torch.device("cuda")) is None
