@@ -65,10 +65,10 @@ def recorded(dtype, batch=6, num_tokens=4096, *, num_heads, key_dim, value_dim):
         f"delta_{name}_kernel": Recorder(f"delta_{name}_kernel", launches) for name in KERNELS
     }
     with mock.patch.multiple(kernels, **recorders):
-        kernels.forward(inputs, None)
+        _, _, matrices = kernels.forward(inputs, None)
         num_forward = len(launches)
         dfinal = empty(batch, num_heads, key_dim, value_dim)
-        kernels.backward(v.clone(), dfinal, inputs, None)
+        kernels.backward(v.clone(), dfinal, inputs, matrices, None)
     return launches[:num_forward], launches[num_forward:]
 
 

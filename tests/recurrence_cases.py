@@ -239,6 +239,16 @@ def no_gradient_crosses_a_start():
             assert not grads[3][:, 13].any()
 
 
+def not_a_number_is_not_hidden():
+    """A log decay's: of GLA a token's, of Mamba2 a head's rate."""
+    for case, index in zip(cases_of_both(num_tokens=20, chunk=16), (3, 2), strict=True):
+        inputs, state, starts = inputs_of(case)
+        log_decays = inputs[index] if case.form == "ssd" else inputs[index][:, 10]
+        log_decays.fill_(torch.nan)
+        y, last = run(case.form, *inputs, state, starts)
+        assert y[:, 16:].isnan().all() and last.isnan().all(), case.form
+
+
 def two_calls_equal_one():
     for case in cases_of_both(starts_every=9):
         inputs, state, starts = inputs_of(case)
@@ -299,6 +309,7 @@ PROPERTIES = {
         runs_are_equal_bit_by_bit,
         parts_of_wider_rows_are_read_in_place,
         no_gradient_crosses_a_start,
+        not_a_number_is_not_hidden,
         two_calls_equal_one,
         they_compile_to_one_graph,
         single_tokens_and_float64_are_exact,

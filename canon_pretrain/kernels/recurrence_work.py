@@ -233,7 +233,7 @@ def _delta_backward(sizes: Sizes) -> Costs:
         num_bytes=half * (4 * K + 3 * V + 2 * K * V / C) + FULL * 4,
         flops=6 * K * V + 4 * C * V + 10 * C * K,
     )
-    return _delta_chunks(sizes) + forward_walk + backward_walk + gradients
+    return forward_walk + backward_walk + gradients
 
 
 def _delta_chunks(sizes: Sizes) -> Costs:

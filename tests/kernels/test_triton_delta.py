@@ -58,7 +58,7 @@ def launches():
 def test_launches_and_bytes_of_a_layer(launches):
     forward, backward = launches
 
-    assert (len(forward), len(backward)) == (2, 4)
+    assert (len(forward), len(backward)) == (2, 3)
     for launch in (*forward, *backward):
         assert launch.arguments["enable_fp_fusion"] is True, launch.name
     costs = [
@@ -66,7 +66,7 @@ def test_launches_and_bytes_of_a_layer(launches):
         delta_launches.cost(backward, "backward"),
     ]
     moved, least = (sum(numbers) for numbers in zip(*costs, strict=True))
-    assert 1 < moved / least < 1.38
+    assert 1 < moved / least < 1.3
 
 
 @pytest.mark.system

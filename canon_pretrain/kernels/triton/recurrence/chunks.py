@@ -189,9 +189,9 @@ def chunk_sums(
 def cut_tokens(log_CX, starts, token, num_tokens, has_starts: tl.constexpr):
     """Log decays of tokens [C, X], at least CUT, and CUT at starts; of further tokens as they are.
 
-    Tiles are loaded with zeros after the last token.
+    A NaN stays one. Tiles are loaded with zeros after the last token.
     """
-    log_CX = tl.maximum(log_CX, CUT)
+    log_CX = tl.where(log_CX < CUT, CUT, log_CX)
     if has_starts:
         is_start = tl.load(starts + token, mask=token < num_tokens, other=0) != 0
         log_CX = tl.where(is_start[:, None], CUT, log_CX)

@@ -12,8 +12,8 @@ since the chunk began until token i, e_j after token j until the chunk ends, and
     state      S' = d_C S + k^T (e b z)
 
 T and P do not depend on S: one program per chunk. The rest is a walk over the chunks by one program
-per tile of value channels, with S in float32 registers, so that no state is written. Backward
-computes T and P again, walks forward and writes z and S, then from the last chunk to the first with
+per tile of value channels, with S in float32 registers, so that no state is written. Backward gets
+T and P from forward, walks forward and writes z and S, then from the last chunk to the first with
 dS' in registers:
 
     dz = P^T do + e b k dS'
@@ -491,6 +491,11 @@ class Inputs(NamedTuple):
         """N, the last chunk included, which may have fewer tokens."""
         return triton.cdiv(self.k_BTHK.shape[1], self.chunk)
 
+    @property
+    def matrices_shape(self) -> tuple[int, int, int, int]:
+        """[R, N, C, C], of T and of P."""
+        return self.rows, self.num_chunks, self.chunk, self.chunk
+
     def sizes(self) -> dict[str, Any]:
         """Return the sizes and steps that all kernels take, and the scale of q."""
         _, num_tokens, num_heads, key_dim = self.k_BTHK.shape
@@ -531,15 +536,15 @@ class Matrices(NamedTuple):
     """P."""
 
 
-def forward(inputs: Inputs, state_BHKV: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return o_BTHV, and the state after the last token in float32."""
+def forward(inputs: Inputs, state_BHKV: Tensor | None) -> tuple[Tensor, Tensor, Matrices]:
+    """Return o_BTHV, the state after the last token in float32, and T and P for backward."""
     _, k_BTHK, v_BTHV, g_BTH, _ = inputs
     batch, _, num_heads, key_dim = k_BTHK.shape
     matrices = compute_chunks(inputs)
     o_BTHV = v_BTHV.new_empty(v_BTHV.shape)
     last_BHKV = g_BTH.new_empty(batch, num_heads, key_dim, v_BTHV.shape[3])
     _walk_forward(inputs, matrices, state_BHKV, o=o_BTHV, last_state=last_BHKV)
-    return o_BTHV, last_BHKV
+    return o_BTHV, last_BHKV, matrices
 
 
 def _walk_forward(
@@ -576,7 +581,11 @@ def _walk_forward(
 
 
 def backward(
-    do_BTHV: Tensor, dfinal_BHKV: Tensor, inputs: Inputs, state_BHKV: Tensor | None
+    do_BTHV: Tensor,
+    dfinal_BHKV: Tensor,
+    inputs: Inputs,
+    matrices: Matrices,
+    state_BHKV: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, g, beta, and the state before the first token."""
     q_BTHK, k_BTHK, v_BTHV, g_BTH, beta_BTH = inputs
@@ -586,7 +595,6 @@ def backward(
     grid, arguments = inputs.walk()
 
     # Forward again: z, and the states before the chunks.
-    matrices = compute_chunks(inputs)
     z_BTHV = v_BTHV.new_empty(v_BTHV.shape)
     states_RNKV = v_BTHV.new_empty(states_shape)
     _walk_forward(inputs, matrices, state_BHKV, z=z_BTHV, states=states_RNKV)
@@ -644,8 +652,7 @@ def backward(
 def compute_chunks(inputs: Inputs) -> Matrices:
     """Return T and P of all chunks."""
     q_BTHK, k_BTHK, _, g_BTH, beta_BTH = inputs
-    chunk = inputs.chunk
-    shape = (inputs.rows, inputs.num_chunks, chunk, chunk)
+    shape = inputs.matrices_shape
     matrices = Matrices(k_BTHK.new_empty(shape), k_BTHK.new_empty(shape))
     delta_chunks_kernel[inputs.num_chunks, inputs.rows](
         q=q_BTHK,

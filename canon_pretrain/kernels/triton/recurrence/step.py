@@ -52,7 +52,7 @@ def recurrence_step_kernel(
     mask = key_mask[:, None] & value_mask[None, :]
     state_KV = tl.load(state + cells, mask=mask, other=0.0)
 
-    # The decay, 0 at a document's start.
+    # The decay, 0 at a document's start: 0 forgets any state, a NaN stays one.
     if by_key:
         decay_K = tl.exp(tl.load(log_decay + row * key_dim + key, mask=key_mask, other=0.0))
     else:
@@ -60,7 +60,7 @@ def recurrence_step_kernel(
     if has_starts:
         is_start = tl.load(starts + row // num_heads) != 0
         decay_K = tl.where(is_start, 0.0, decay_K)
-    state_KV = tl.where(decay_K[:, None] > 0, decay_K[:, None] * state_KV, 0.0)
+    state_KV = tl.where(decay_K[:, None] == 0, 0.0, decay_K[:, None] * state_KV)
 
     # What the token adds.
     added_V = v_V
