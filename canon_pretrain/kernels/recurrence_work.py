@@ -80,7 +80,7 @@ def parts_of_head(head_dim: int) -> int:
 
 
 def _gla_forward(sizes: Sizes) -> Costs:
-    return _gla_scores(sizes) + _gla_states(sizes) + _gla_outputs(sizes)
+    return _gla_scores(sizes) + _gla_walk(sizes)
 
 
 def _gla_backward(sizes: Sizes) -> Costs:
@@ -103,9 +103,16 @@ def _gla_backward(sizes: Sizes) -> Costs:
         num_bytes=half * (6 * K + CHUNK) + FULL * 3 * K,
         flops=6 * levels * CHUNK * K,
     )
-    states = _gla_states(sizes) + _gla_states(sizes)  # S again, and dS
+    # k~, v, S; the decay of a chunk
+    states = Costs(
+        launches=1,
+        num_bytes=half * (K + V + K * V / CHUNK) + FULL * K / CHUNK,
+        flops=2 * K * V,
+    )
+    # dv, and dS, which is written
+    backward_walk = _gla_walk(sizes) + Costs(0, half * K * V / CHUNK, 0)
     gradients = score_gradients + state_gradients + pair_gradients
-    return _gla_scores(sizes) + states + _gla_outputs(sizes) + gradients
+    return _gla_scores(sizes) + states + backward_walk + gradients
 
 
 def _gla_scores(sizes: Sizes) -> Costs:
@@ -119,22 +126,13 @@ def _gla_scores(sizes: Sizes) -> Costs:
     )
 
 
-def _gla_states(sizes: Sizes) -> Costs:
+def _gla_walk(sizes: Sizes) -> Costs:
     _, K, V, half = sizes
+    # q~, k~, values, outputs, scores; the decay of a chunk
     return Costs(
         launches=1,
-        num_bytes=half * (K + V + K * V / CHUNK) + FULL * K / CHUNK,
-        flops=2 * K * V,
-    )
-
-
-def _gla_outputs(sizes: Sizes) -> Costs:
-    _, K, V, half = sizes
-    # scores, values, factors, states, outputs
-    return Costs(
-        launches=1,
-        num_bytes=half * (CHUNK + 2 * V + K + K * V / CHUNK),
-        flops=2 * CHUNK * V + 2 * K * V,
+        num_bytes=half * (2 * K + 2 * V + CHUNK) + FULL * K / CHUNK,
+        flops=2 * CHUNK * V + 4 * K * V,
     )
 
 

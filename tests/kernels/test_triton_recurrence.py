@@ -47,7 +47,7 @@ def test_faults_in_the_source_are_found(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("model", "num_launches", "most"), [("gla", (3, 7), 1.7), ("mamba2", (4, 7), 1.6)]
+    ("model", "num_launches", "most"), [("gla", (2, 6), 1.7), ("mamba2", (4, 7), 1.6)]
 )
 def test_launches_and_bytes_of_a_layer(model, num_launches, most):
     pytest.importorskip("triton")
@@ -79,7 +79,7 @@ def test_kernels_compile_without_spills_and_atomics(tmp_path, capability):
         TRITON_CACHE_DIR=str(tmp_path / "cache"),
     )
 
-    assert len({name.split()[0] for name in compiled}) == 13
+    assert len({name.split()[0] for name in compiled}) == 12
     for name, (text, resources, shared) in compiled.items():
         assert "st.global" in text  # PTX of a kernel that writes
         atomics = re.findall(r"^\s*(?:@%p\d+ )?(?:atom|red)\.\S+", text, re.MULTILINE)

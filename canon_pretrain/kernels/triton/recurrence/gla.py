@@ -5,11 +5,11 @@ With S the state before a chunk and S' after it, since and until the decays sinc
 and until it ends, and A the scores of a chunk's own tokens,
 
     scores     q~ = scale q since,    k~ = k until,    A = scale q k^T decayed
-    states     S' = since at the end S + k~^T v
-    outputs    o = q~ S + A v
+    walk       S' = since at the end S + k~^T v,    o = q~ S + A v
 
-Backward runs `scores` and `states` again. The gradients of the states are `states` of q~ and do
-from the last chunk to the first, dv = k~ dS' + A^T do is `outputs` with A transposed, and
+The walk keeps S in registers, and forward writes no states. Backward runs `scores` and the walk
+again, for the states. The same walk from the last chunk to the first, of do with q~ and k~ swapped
+and A transposed, has their gradients, and its outputs are dv = k~ dS' + A^T do. Then
 
     score_gradients    dA = do v^T
     state_gradients    of q, k and the log decays from do S^T, v dS'^T, S dS'
@@ -39,8 +39,9 @@ from canon_pretrain.kernels.triton.recurrence import chunks
 SCORE_KEYS = 32
 STATE_KEYS = 128
 STATE_VALUES = 128
-OUTPUT_KEYS = 32
-OUTPUT_VALUES = 256
+SCORE_VALUES = 64
+WALK_STATE = 16384
+"""Elements of S that a program has in its registers, of all keys."""
 STATE_GRADIENT_KEYS = 64
 STATE_GRADIENT_VALUES = 32
 PAIR_KEYS = 32
@@ -108,89 +109,79 @@ def gla_scores_kernel(
 
 
 @triton.jit
-def gla_states_kernel(
-    factors, values, decay, first_state, states, last_state,
-    num_tokens, num_heads, num_chunks, key_dim, value_dim, value_step,
-    reverse: tl.constexpr, has_state: tl.constexpr, chunk: tl.constexpr,
-    keys: tl.constexpr, width: tl.constexpr,
+def gla_walk_kernel(
+    scores, values, read, write, decay, first_state, out, states, last_state,
+    num_tokens, num_chunks, num_heads: tl.constexpr, key_dim: tl.constexpr,
+    value_dim: tl.constexpr, value_step: tl.constexpr,
+    reverse: tl.constexpr, has_state: tl.constexpr, has_out: tl.constexpr,
+    has_states: tl.constexpr, chunk: tl.constexpr, keys: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """Pass a tile of a head's state through the chunks: S' = decay S + factors^T values.
+    """Pass a tile of a head's state through the chunks: S' = decay S + write^T values.
 
-    Write S before each chunk and after the last one; with `reverse` from the last chunk to the
-    first. `factors` [R, N, C, K], `values` [B, T, H, V].
+    With `has_out`, of tiles with all keys, out = A values + read S; with `has_states` S before each
+    chunk; and S after the last one. `reverse`: from the last chunk to the first, A transposed.
+    `read` and `write` [R, N, C, K], `values` and `out` [B, T, H, V]. Sizes are constants and
+    pointers move by a chunk, so that addresses need few registers.
     """
     value = tl.program_id(0) * width + tl.arange(0, width)
     key = tl.program_id(1) * keys + tl.arange(0, keys)
     row = tl.program_id(2).to(tl.int64)
-    values += row // num_heads * num_tokens * value_step + (row % num_heads) * value_dim
-    factors += row * num_chunks * chunk * key_dim
-    decay += row * num_chunks * key_dim
+
+    # The first chunk of the walk, and the step to the next.
+    first_chunk = row * 0
+    step: tl.constexpr = -1 if reverse else 1
+    if reverse:
+        first_chunk += num_chunks - 1
+    first_token = row // num_heads * num_tokens + first_chunk * chunk
+    head = (row % num_heads) * value_dim
+    out_step: tl.constexpr = num_heads * value_dim
+    number = row * num_chunks + first_chunk
+    values += first_token * value_step + head
+    out += first_token * out_step + head
+    read += number * chunk * key_dim
+    write += number * chunk * key_dim
+    scores += number * chunk * chunk
+    decay += number * key_dim
+    states += number * key_dim * value_dim
     first_state += row * key_dim * value_dim
-    states += row * num_chunks * key_dim * value_dim
     last_state += row * key_dim * value_dim
 
+    place = tl.arange(0, chunk)
     if has_state:
         state_KV = chunks.load_tile(first_state, key, value, key_dim, value_dim, value_dim)
     else:
         state_KV = tl.zeros([keys, width], tl.float32)
-    place = tl.arange(0, chunk)
     for i in range(num_chunks):
-        n = i
+        num_left = num_tokens - i * chunk
         if reverse:
-            n = num_chunks - 1 - i
-        here = tl.cast(n, tl.int64)
-        chunks.store_tile(
-            states + here * key_dim * value_dim, key, value, key_dim, value_dim, value_dim,
-            state_KV,
-        )  # fmt: skip
+            num_left = num_tokens - (num_chunks - 1 - i) * chunk
+        values_CV = chunks.load_tile(values, place, value, num_left, value_dim, value_step)
 
-        factors_CK = chunks.load_tile(
-            factors + here * chunk * key_dim, place, key, chunk, key_dim, key_dim
-        )
-        values_CV = chunks.load_tile(
-            values + here * chunk * value_step, place, value, num_tokens - n * chunk, value_dim,
-            value_step,
-        )  # fmt: skip
-        decay_K = tl.load(decay + here * key_dim + key, mask=key < key_dim, other=0.0)
-        state_KV = chunks.product(tl.trans(factors_CK), values_CV, decay_K[:, None] * state_KV)
+        # S before the chunk, and what it adds to the outputs of the chunk's own tokens.
+        if has_states:
+            chunks.store_tile(states, key, value, key_dim, value_dim, value_dim, state_KV)
+        if has_out:
+            scores_CC = chunks.load_tile(scores, place, place, chunk, chunk, chunk)
+            if reverse:
+                scores_CC = tl.trans(scores_CC)
+            read_CK = chunks.load_tile(read, place, key, chunk, key_dim, key_dim)
+            out_CV = chunks.product(scores_CC, values_CV)
+            out_CV = chunks.product(read_CK, state_KV, out_CV)
+            chunks.store_tile(out, place, value, num_left, value_dim, out_step, out_CV)
+
+        write_CK = chunks.load_tile(write, place, key, chunk, key_dim, key_dim)
+        decay_K = tl.load(decay + key, mask=key < key_dim, other=0.0)
+        state_KV = chunks.product(tl.trans(write_CK), values_CV, decay_K[:, None] * state_KV)
+
+        # The pointers move by a chunk.
+        values += step * chunk * value_step
+        out += step * chunk * out_step
+        read += step * chunk * key_dim
+        write += step * chunk * key_dim
+        scores += step * chunk * chunk
+        decay += step * key_dim
+        states += step * key_dim * value_dim
     chunks.store_tile(last_state, key, value, key_dim, value_dim, value_dim, state_KV)
-
-
-@triton.jit
-def gla_outputs_kernel(
-    scores, values, factors, states, out,
-    num_tokens, num_heads, key_dim, value_dim, value_step,
-    transpose: tl.constexpr, chunk: tl.constexpr, keys: tl.constexpr, width: tl.constexpr,
-):  # fmt: skip
-    """Write out = A values + factors S, or with `transpose` A^T values + factors S.
-
-    `values` and `out` [B, T, H, V], `factors` [R, N, C, K].
-    """
-    value = tl.program_id(0) * width + tl.arange(0, width)
-    n = tl.program_id(1)
-    row = tl.program_id(2).to(tl.int64)
-    first_token = row // num_heads * num_tokens
-    head = (row % num_heads) * value_dim
-    values += first_token * value_step + head
-    out += first_token * num_heads * value_dim + head
-    number = row * tl.num_programs(1) + n
-    scores += number * chunk * chunk
-    factors += number * chunk * key_dim
-    states += number * key_dim * value_dim
-
-    place = tl.arange(0, chunk)
-    token = n * chunk + place
-    scores_CC = chunks.load_tile(scores, place, place, chunk, chunk, chunk)
-    if transpose:
-        scores_CC = tl.trans(scores_CC)
-    values_CV = chunks.load_tile(values, token, value, num_tokens, value_dim, value_step)
-    out_CV = chunks.product(scores_CC, values_CV)
-    for first_key in range(0, key_dim, keys):
-        key = first_key + tl.arange(0, keys)
-        factors_CK = chunks.load_tile(factors, place, key, chunk, key_dim, key_dim)
-        states_KV = chunks.load_tile(states, key, value, key_dim, value_dim, value_dim)
-        out_CV = chunks.product(factors_CK, states_KV, out_CV)
-    chunks.store_tile(out, token, value, num_tokens, value_dim, num_heads * value_dim, out_CV)
 
 
 @triton.jit
@@ -389,11 +380,8 @@ class Scores(NamedTuple):
 def forward(inputs: Inputs, state_BHKV: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return o_BTHV, and the state after the last token in float32."""
     scores = compute_scores(inputs)
-    v_BTHV = inputs.v_BTHV
-    states_RNKV, final_BHKV = pass_states(
-        inputs, scores.k_until_RNCK, v_BTHV, scores.decay_RNK, state_BHKV
-    )
-    o_BTHV = compute_outputs(inputs, scores.scores_RNCC, v_BTHV, scores.q_since_RNCK, states_RNKV)
+    o_BTHV = inputs.v_BTHV.new_empty(inputs.v_BTHV.shape)
+    final_BHKV = walk(inputs, scores, inputs.v_BTHV, state_BHKV, out_BTHV=o_BTHV)
     return o_BTHV, final_BHKV
 
 
@@ -402,15 +390,26 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, the log decays, and the state before the first token."""
     scores = compute_scores(inputs)
-    states_RNKV, _ = pass_states(
-        inputs, scores.k_until_RNCK, inputs.v_BTHV, scores.decay_RNK, state_BHKV
+    states_shape = (inputs.rows, inputs.num_chunks, *inputs.widths)
+
+    # Forward again: the states before the chunks.
+    states_RNKV = do_BTHV.new_empty(states_shape)
+    walk(inputs, scores, inputs.v_BTHV, state_BHKV, states_RNKV=states_RNKV)
+
+    # Backward in time: dv, and the gradients of the states after the chunks.
+    dv_BTHV = do_BTHV.new_empty(do_BTHV.shape)
+    dstates_RNKV = do_BTHV.new_empty(states_shape)
+    dstate_BHKV = walk(
+        inputs,
+        scores,
+        do_BTHV,
+        dfinal_BHKV,
+        out_BTHV=dv_BTHV,
+        states_RNKV=dstates_RNKV,
+        reverse=True,
     )
-    dstates_RNKV, dstate_BHKV = pass_states(
-        inputs, scores.q_since_RNCK, do_BTHV, scores.decay_RNK, dfinal_BHKV, reverse=True
-    )
-    dv_BTHV = compute_outputs(
-        inputs, scores.scores_RNCC, do_BTHV, scores.k_until_RNCK, dstates_RNKV, transpose=True
-    )
+
+    # All chunks at once.
     dq_BTHK, dk_BTHK, dlog_decay_BTHK = _gradients(inputs, do_BTHV, states_RNKV, dstates_RNKV)
     return dq_BTHK, dk_BTHK, dv_BTHV, dlog_decay_BTHK, dstate_BHKV
 
@@ -450,84 +449,65 @@ def compute_scores(inputs: Inputs) -> Scores:
     return results
 
 
-def pass_states(
+def walk(
     inputs: Inputs,
-    factors_RNCK: Tensor,
+    scores: Scores,
     values_BTHV: Tensor,
-    decay_RNK: Tensor,
     first_BHKV: Tensor | None,
     *,
+    out_BTHV: Tensor | None = None,
+    states_RNKV: Tensor | None = None,
     reverse: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Return the states before each chunk [R, N, K, V], rounded, and the last one in float32.
+) -> Tensor:
+    """Write `out` and the rounded states before each chunk, if any; return the last one in float32.
 
     Before and last in the order of the chunks, or with `reverse` against it.
     """
     batch, num_tokens, num_heads, value_dim = values_BTHV.shape
     key_dim, _ = inputs.widths
-    states_RNKV = values_BTHV.new_empty(inputs.rows, inputs.num_chunks, key_dim, value_dim)
-    last_BHKV = decay_RNK.new_empty(batch, num_heads, key_dim, value_dim)
-    keys = chunks.side(key_dim, STATE_KEYS)
-    width = chunks.side(value_dim, STATE_VALUES)
+    read_RNCK = scores.q_since_RNCK
+    write_RNCK = scores.k_until_RNCK
+    if reverse:
+        read_RNCK, write_RNCK = write_RNCK, read_RNCK
+
+    # An output needs all keys.
+    has_out = out_BTHV is not None
+    if has_out:
+        keys = chunks.side(key_dim)
+        width = chunks.side(value_dim, max(chunks.MIN_TILE, WALK_STATE // keys))
+    else:
+        keys = chunks.side(key_dim, STATE_KEYS)
+        width = chunks.side(value_dim, STATE_VALUES)
+    last_BHKV = scores.decay_RNK.new_empty(batch, num_heads, key_dim, value_dim)
     grid = (triton.cdiv(value_dim, width), triton.cdiv(key_dim, keys), inputs.rows)
-    gla_states_kernel[grid](
-        factors_RNCK,
+    gla_walk_kernel[grid](
+        blocks.pointer(scores.scores_RNCC if has_out else None, values_BTHV),
         values_BTHV,
-        decay_RNK,
-        blocks.pointer(first_BHKV, decay_RNK),
-        states_RNKV,
+        blocks.pointer(read_RNCK if has_out else None, values_BTHV),
+        write_RNCK,
+        scores.decay_RNK,
+        blocks.pointer(first_BHKV, scores.decay_RNK),
+        blocks.pointer(out_BTHV, values_BTHV),
+        blocks.pointer(states_RNKV, values_BTHV),
         last_BHKV,
         num_tokens,
-        num_heads,
         inputs.num_chunks,
-        key_dim,
-        value_dim,
-        values_BTHV.stride(1),
+        num_heads=num_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        value_step=values_BTHV.stride(1),
         reverse=reverse,
         has_state=first_BHKV is not None,
+        has_out=has_out,
+        has_states=states_RNKV is not None,
         chunk=inputs.chunk,
         keys=keys,
         width=width,
         num_warps=8 if keys * width > 64 * 64 else 4,
+        num_stages=1 if has_out else 3,
         enable_fp_fusion=True,
     )
-    return states_RNKV, last_BHKV
-
-
-def compute_outputs(
-    inputs: Inputs,
-    scores_RNCC: Tensor,
-    values_BTHV: Tensor,
-    factors_RNCK: Tensor,
-    states_RNKV: Tensor,
-    *,
-    transpose: bool = False,
-) -> Tensor:
-    """Return scores values + factors states, [B, T, H, V]; `transpose`: of the scores."""
-    _, num_tokens, num_heads, value_dim = values_BTHV.shape
-    key_dim, _ = inputs.widths
-    out_BTHV = values_BTHV.new_empty(values_BTHV.shape)
-    width = chunks.side(value_dim, OUTPUT_VALUES)
-    grid = (triton.cdiv(value_dim, width), inputs.num_chunks, inputs.rows)
-    gla_outputs_kernel[grid](
-        scores_RNCC,
-        values_BTHV,
-        factors_RNCK,
-        states_RNKV,
-        out_BTHV,
-        num_tokens,
-        num_heads,
-        key_dim,
-        value_dim,
-        values_BTHV.stride(1),
-        transpose=transpose,
-        chunk=inputs.chunk,
-        keys=chunks.side(key_dim, OUTPUT_KEYS),
-        width=width,
-        num_warps=8 if width > 64 else 4,
-        enable_fp_fusion=True,
-    )
-    return out_BTHV
+    return last_BHKV
 
 
 def _gradients(
@@ -549,7 +529,7 @@ def _gradients(
         do_BTHV.stride(1),
         v_BTHV.stride(1),
         chunk=chunk,
-        width=chunks.side(value_dim, OUTPUT_VALUES // 4),
+        width=chunks.side(value_dim, SCORE_VALUES),
         num_warps=4,
         enable_fp_fusion=True,
     )
