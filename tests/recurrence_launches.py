@@ -103,7 +103,7 @@ def recorded(model, dtype):
 
 # -- bytes --------------------------------------------------------------------------------------
 
-IN_PLACE = {"gla_pair_gradients_kernel": ("dq", "dk", "dlog_decay")}
+IN_PLACE = {"gla_pair_gradients_kernel": ("dq", "dk")}
 """Operands that are read and written."""
 # What a pass moves: inputs and results once; states, and their gradients, written and read once,
 # but by GLA's forward walk, which keeps them in registers.

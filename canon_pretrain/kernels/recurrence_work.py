@@ -91,17 +91,18 @@ def _gla_backward(sizes: Sizes) -> Costs:
         num_bytes=half * (2 * V + CHUNK),  # do, v; dA
         flops=2 * CHUNK * V,
     )
-    # q, k, dq, dk, v, do, S, dS'; log decays and their gradients
+    # v, do, S, dS', and what passes through them: two of q's size, a sum per chunk
     state_gradients = Costs(
         launches=1,
-        num_bytes=half * (4 * K + 2 * V + 2 * K * V / CHUNK) + FULL * 2 * K,
-        flops=4 * K * V + 4 * CHUNK * K,
+        num_bytes=half * (2 * K + 2 * V + 2 * K * V / CHUNK) + FULL * K / CHUNK,
+        flops=4 * K * V,
     )
-    # q, k, dA, log decays; the gradients so far, which are read and written
+    # q, k, dA, what passes through the states, and dq and dk in its place; log decays, their
+    # gradients
     pair_gradients = Costs(
         launches=1,
-        num_bytes=half * (6 * K + CHUNK) + FULL * 3 * K,
-        flops=6 * levels * CHUNK * K,
+        num_bytes=half * (6 * K + CHUNK) + FULL * (2 * K + K / CHUNK),
+        flops=(6 * levels + 4) * CHUNK * K,
     )
     # k~, v, S; the decay of a chunk
     states = Costs(

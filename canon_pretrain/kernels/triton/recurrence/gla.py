@@ -12,8 +12,8 @@ again, for the states. The same walk from the last chunk to the first, of do wit
 and A transposed, has their gradients, and its outputs are dv = k~ dS' + A^T do. Then
 
     score_gradients    dA = do v^T
-    state_gradients    of q, k and the log decays from do S^T, v dS'^T, S dS'
-    pair_gradients     the same from dA, added
+    state_gradients    do S^T, v dS'^T and the sum of S dS', before decays
+    pair_gradients     of q, k and the log decays, from these and dA
 
 Scores are joined from blocks of 1, 2, 4, .. tokens as in kernels/gla.py: of a pair of blocks, the
 scores of the second block's queries with the first block's keys are a product of q decayed since
@@ -44,7 +44,7 @@ WALK_STATE = 16384
 """Elements of S that a program has in its registers, of all keys."""
 STATE_GRADIENT_KEYS = 64
 STATE_GRADIENT_VALUES = 32
-PAIR_KEYS = 32
+PAIR_KEYS = 16
 
 
 @triton.jit
@@ -212,33 +212,26 @@ def gla_score_gradients_kernel(
 
 @triton.jit
 def gla_state_gradients_kernel(
-    q, k, v, log_decay, starts, do, states, dstates, dq, dk, dlog_decay,
-    scale, num_tokens, num_heads, key_dim, value_dim, q_step, k_step, v_step, log_step, do_step,
-    has_starts: tl.constexpr, half: tl.constexpr, chunk: tl.constexpr, keys: tl.constexpr,
-    width: tl.constexpr,
+    v, do, states, dstates, dq, dk, carried,
+    num_tokens, num_heads, key_dim, value_dim, v_step, do_step,
+    chunk: tl.constexpr, keys: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """Write what passes through the states to q, k and the log decays, [B, T, H, K]."""
+    """Write do S^T and v dS'^T, [B, T, H, K], and the sum over values of S dS', [R, N, K]."""
     key = tl.program_id(0) * keys + tl.arange(0, keys)
     n = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     first_token = row // num_heads * num_tokens
     key_head = (row % num_heads) * key_dim
     value_head = (row % num_heads) * value_dim
-    q += first_token * q_step + key_head
-    k += first_token * k_step + key_head
     v += first_token * v_step + value_head
-    log_decay += first_token * log_step + key_head
-    starts += first_token
     do += first_token * do_step + value_head
-    grads = first_token * num_heads * key_dim + key_head
-    dq += grads
-    dk += grads
-    dlog_decay += grads
+    dq += first_token * num_heads * key_dim + key_head
+    dk += first_token * num_heads * key_dim + key_head
     number = row * tl.num_programs(1) + n
     states += number * key_dim * value_dim
     dstates += number * key_dim * value_dim
+    carried += number * key_dim
 
-    # do S^T, v dS'^T and the sum of S dS'
     place = tl.arange(0, chunk)
     token = n * chunk + place
     dq_CK = tl.zeros([chunk, keys], tl.float32)
@@ -253,37 +246,23 @@ def gla_state_gradients_kernel(
         dq_CK = chunks.product(do_CV, tl.trans(states_KV), dq_CK)
         dk_CK = chunks.product(v_CV, tl.trans(dstates_KV), dk_CK)
         carried_K += tl.sum(states_KV.to(tl.float32) * dstates_KV.to(tl.float32), axis=1)
-
-    # Decayed since the chunk began and until its end.
-    log_CK = chunks.load_tile(log_decay, token, key, num_tokens, key_dim, log_step)
-    log_CK = chunks.cut_tokens(log_CK, starts, token, num_tokens, has_starts)
-    high_CK, middle_CK, low_CK = chunks.split(log_CK)
-    since_CC = (place[None, :] <= place[:, None]).to(tl.float32)
-    since_CK = chunks.sums(since_CC, high_CK, middle_CK, low_CK)
-    dq_CK *= tl.exp(since_CK)
-    dk_CK *= tl.exp(chunks.sums(1.0 - since_CC, high_CK, middle_CK, low_CK))
     step = num_heads * key_dim
-    chunks.store_tile(dq, token, key, num_tokens, key_dim, step, scale * dq_CK)
+    chunks.store_tile(dq, token, key, num_tokens, key_dim, step, dq_CK)
     chunks.store_tile(dk, token, key, num_tokens, key_dim, step, dk_CK)
-
-    # The log decay of t is in those of q of t and later tokens, of k of earlier ones, and in all of
-    # the chunk's.
-    dlog_CK = tl.zeros([chunk, keys], tl.float32)
-    dlog_CK += (tl.exp(chunks.last_row(since_CK, place)) * carried_K)[None, :]
-    q_CK = chunks.load_tile(q, token, key, num_tokens, key_dim, q_step).to(tl.float32) * scale
-    dlog_CK = chunks.sum_product(tl.trans(since_CC), q_CK * dq_CK, dlog_CK, half)
-    k_CK = chunks.load_tile(k, token, key, num_tokens, key_dim, k_step).to(tl.float32)
-    dlog_CK = chunks.sum_product(tl.trans(1.0 - since_CC), k_CK * dk_CK, dlog_CK, half)
-    chunks.store_tile(dlog_decay, token, key, num_tokens, key_dim, step, dlog_CK)
+    tl.store(carried + key, carried_K, mask=key < key_dim)
 
 
 @triton.jit
 def gla_pair_gradients_kernel(
-    q, k, log_decay, starts, dscores, dq, dk, dlog_decay,
-    scale, num_tokens, num_heads, num_levels, key_dim, q_step, k_step, log_step,
+    q, k, log_decay, starts, dscores, carried, dq, dk, dlog_decay,
+    scale, num_tokens, num_levels, num_heads: tl.constexpr, key_dim: tl.constexpr,
+    q_step: tl.constexpr, k_step: tl.constexpr, log_step: tl.constexpr,
     has_starts: tl.constexpr, half: tl.constexpr, chunk: tl.constexpr, keys: tl.constexpr,
 ):  # fmt: skip
-    """Add what passes through the scores to the gradients of q, k and the log decays."""
+    """Write the gradients of q, k and the log decays.
+
+    `dq` and `dk` hold what `gla_state_gradients_kernel` writes.
+    """
     key = tl.program_id(0) * keys + tl.arange(0, keys)
     n = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
@@ -297,7 +276,9 @@ def gla_pair_gradients_kernel(
     dq += grads
     dk += grads
     dlog_decay += grads
-    dscores += (row * tl.num_programs(1) + n) * chunk * chunk
+    number = row * tl.num_programs(1) + n
+    dscores += number * chunk * chunk
+    carried += number * key_dim
 
     place = tl.arange(0, chunk)
     token = n * chunk + place
@@ -306,17 +287,15 @@ def gla_pair_gradients_kernel(
     log_CK = chunks.load_tile(log_decay, token, key, num_tokens, key_dim, log_step)
     log_CK = chunks.cut_tokens(log_CK, starts, token, num_tokens, has_starts)
     high_CK, middle_CK, low_CK = chunks.split(log_CK)
-    dscores_CC = chunks.load_tile(dscores, place, place, chunk, chunk, chunk)
-
-    # The diagonal, which is in no decay, and what passes through the states.
     step = num_heads * key_dim
+
+    # The diagonal of the scores, which is in no decay.
+    dscores_CC = chunks.load_tile(dscores, place, place, chunk, chunk, chunk)
     diagonal_CC = tl.where(place[:, None] == place[None, :], dscores_CC, 0.0)
     diagonal_C1 = tl.sum(diagonal_CC.to(tl.float32), axis=1)[:, None]
-    dq_CK = chunks.load_tile(dq, token, key, num_tokens, key_dim, step).to(tl.float32)
-    dk_CK = chunks.load_tile(dk, token, key, num_tokens, key_dim, step).to(tl.float32)
-    dlog_CK = chunks.load_tile(dlog_decay, token, key, num_tokens, key_dim, step)
-    dq_CK += scale * diagonal_C1 * k_CK
-    dk_CK += diagonal_C1 * q_CK
+    dq_CK = scale * diagonal_C1 * k_CK
+    dk_CK = diagonal_C1 * q_CK
+    dlog_CK = tl.zeros([chunk, keys], tl.float32)
 
     # Pairs of blocks: in each, only the second block has dq, and only the first dk.
     for level in range(num_levels):
@@ -330,6 +309,23 @@ def gla_pair_gradients_kernel(
         change_CK = q_CK * dq_pair_CK + k_CK * dk_pair_CK
         is_summed_CC = tl.trans(between_CC.to(tl.float32))
         dlog_CK = chunks.sum_product(is_summed_CC, change_CK, dlog_CK, half)
+
+    # Through the states: decayed since the chunk began and until its end. The log decay of t is in
+    # those of q of t and later tokens, of k of earlier ones, and in all of the chunk's.
+    since_CC = (place[None, :] <= place[:, None]).to(tl.float32)
+    since_CK = chunks.sums(since_CC, high_CK, middle_CK, low_CK)
+    carried_K = tl.load(carried + key, mask=key < key_dim, other=0.0)
+    dlog_CK += (tl.exp(chunks.last_row(since_CK, place)) * carried_K)[None, :]
+    dq_state_CK = chunks.load_tile(dq, token, key, num_tokens, key_dim, step).to(tl.float32)
+    dq_state_CK *= tl.exp(since_CK)
+    dq_CK += scale * dq_state_CK
+    dlog_CK = chunks.sum_product(tl.trans(since_CC), q_CK * dq_state_CK, dlog_CK, half)
+
+    until_CC = 1.0 - since_CC
+    dk_state_CK = chunks.load_tile(dk, token, key, num_tokens, key_dim, step).to(tl.float32)
+    dk_state_CK *= tl.exp(chunks.sums(until_CC, high_CK, middle_CK, low_CK))
+    dk_CK += dk_state_CK
+    dlog_CK = chunks.sum_product(tl.trans(until_CC), k_CK * dk_state_CK, dlog_CK, half)
 
     chunks.store_tile(dq, token, key, num_tokens, key_dim, step, dq_CK)
     chunks.store_tile(dk, token, key, num_tokens, key_dim, step, dk_CK)
@@ -538,31 +534,22 @@ def _gradients(
     dq_BTHK = q_BTHK.new_empty(q_BTHK.shape)
     dk_BTHK = k_BTHK.new_empty(k_BTHK.shape)
     dlog_decay_BTHK = log_decay_BTHK.new_empty(log_decay_BTHK.shape)
+    carried_RNK = log_decay_BTHK.new_empty(inputs.rows, inputs.num_chunks, key_dim)
     keys = chunks.side(key_dim, STATE_GRADIENT_KEYS)
     gla_state_gradients_kernel[triton.cdiv(key_dim, keys), inputs.num_chunks, inputs.rows](
-        q_BTHK,
-        k_BTHK,
         v_BTHV,
-        log_decay_BTHK,
-        chunks.starts_pointer(starts_BT, q_BTHK),
         do_BTHV,
         states_RNKV,
         dstates_RNKV,
         dq_BTHK,
         dk_BTHK,
-        dlog_decay_BTHK,
-        scale,
+        carried_RNK,
         num_tokens,
         num_heads,
         key_dim,
         value_dim,
-        q_step=q_BTHK.stride(1),
-        k_step=k_BTHK.stride(1),
         v_step=v_BTHV.stride(1),
-        log_step=log_decay_BTHK.stride(1),
         do_step=do_BTHV.stride(1),
-        has_starts=starts_BT is not None,
-        half=q_BTHK.dtype != torch.float32,
         chunk=chunk,
         keys=keys,
         width=chunks.side(value_dim, STATE_GRADIENT_VALUES),
@@ -576,14 +563,15 @@ def _gradients(
         log_decay_BTHK,
         chunks.starts_pointer(starts_BT, q_BTHK),
         dscores_RNCC,
+        carried_RNK,
         dq_BTHK,
         dk_BTHK,
         dlog_decay_BTHK,
         scale,
         num_tokens,
-        num_heads,
         chunk.bit_length() - 1,
-        key_dim,
+        num_heads=num_heads,
+        key_dim=key_dim,
         q_step=q_BTHK.stride(1),
         k_step=k_BTHK.stride(1),
         log_step=log_decay_BTHK.stride(1),
@@ -591,7 +579,7 @@ def _gradients(
         half=q_BTHK.dtype != torch.float32,
         chunk=chunk,
         keys=keys,
-        num_warps=8,
+        num_warps=4,
         enable_fp_fusion=True,
     )
     return dq_BTHK, dk_BTHK, dlog_decay_BTHK
