@@ -46,7 +46,7 @@ FAULTS: dict[str, tuple[str, str, str, Case]] = {
     "scores not transposed": (
         "gla.py", "scores_CC = tl.trans(scores_CC)", "scores_CC = scores_CC", GLA,
     ),
-    "diagonal left out": ("gla.py", "dk_CK += diagonal_C1 * q_CK", "dk_CK += 0.0 * q_CK", GLA),
+    "diagonal left out": ("gla.py", "dk_CK = diagonal_C1 * q_CK", "dk_CK = 0.0 * q_CK", GLA),
     "no scale": ("gla.py", "dq_CK += scale * dq_pair_CK", "dq_CK += dq_pair_CK", GLA),
     "decay of the chunk": (
         "gla.py", "dlog_CK += (tl.exp(chunks.last_row", "dlog_CK += 0.0 * (tl.exp(chunks.last_row",
