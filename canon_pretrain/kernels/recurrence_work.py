@@ -68,6 +68,13 @@ def triton_work(
     )
 
 
+def triton_kept_bytes(mixer: str, key_dim: int, itemsize: int) -> int:
+    """Return the bytes per token and head that forward keeps for backward, beside its inputs."""
+    if mixer != "gated_deltanet":
+        return 0
+    return 2 * _delta_chunk(key_dim) * itemsize  # T and P
+
+
 def parts_of_head(head_dim: int) -> int:
     """Return into how many parts Mamba2's kernels cut a head's values: the fewest that fit."""
     for num_parts in range(1, head_dim):

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from canon_pretrain.kernels.backends import compile_options
 from canon_pretrain.kernels.graphs import base_of, results_of
+from canon_pretrain.kernels.recurrence_work import triton_kept_bytes
 from canon_pretrain.kernels.recurrences import values_of
 from canon_pretrain.kernels.traffic import estimate_work
 from canon_pretrain.kernels.work import Work
@@ -241,8 +242,13 @@ def _traced_costs(
         )
 
     # A fused attention kernel also keeps the logarithm of the sum of each row, in float32.
-    row_sum_bytes = 4 * args.num_heads if args.mixer == "attention" else 0
-    return BlockCosts(sum(kept) / num_tokens + row_sum_bytes, forward, backward)
+    total_kept = sum(kept) / num_tokens
+    if args.mixer == "attention":
+        total_kept += 4 * args.num_heads
+    # A recurrence's keep more than their inputs, which the graph has kept.
+    if mixer_backend == "triton" and args.recurrent is not None:
+        total_kept += args.num_heads * triton_kept_bytes(args.mixer, args.key_dim, dtype.itemsize)
+    return BlockCosts(total_kept, forward, backward)
 
 
 def trace_block(

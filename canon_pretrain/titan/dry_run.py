@@ -244,7 +244,9 @@ def _activation_bytes(
         # blocks with experts on other ranks are compiled in part, and keep 6 % more than a whole
         # one
         if job.compile.enable and is_gpu:
-            costs = compiled_block_costs(layer, dtype, planned_backend(job))
+            # fla's kernels are not counted: they keep their inputs too
+            recurrence = "chunked" if planned_recurrence(job) == "chunked" else "triton"
+            costs = compiled_block_costs(layer, dtype, planned_backend(job), recurrence)
             per_block = round(costs.kept_bytes * tokens)
         else:
             per_block = block_bytes(layer, micro_batch, dtype)

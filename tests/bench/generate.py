@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 
 from canon_pretrain.core.cli import positive
 from canon_pretrain.core.terminal import Console
@@ -33,7 +34,6 @@ from tests.bench.timing import (
     Seconds,
     gc_disabled,
     now,
-    seconds_of,
     synchronize,
     time_pairs,
 )
@@ -122,20 +122,7 @@ def time_generation(
     model: Transformer, prompts: Sequence[Sequence[int]], new_tokens: int
 ) -> Seconds:
     """Generate once; return seconds until the first token, and per later one, for the batch."""
-    batch_tokens = len(prompts) * (len(prompts[0]) + new_tokens)
-    stamps: list[float] = []
-
-    def stop(i: int, tokens: list[int]) -> bool:
-        if i == 0:  # when the host has read the token: the first, then in blocks
-            stamps.append(now())
-        return False
-
-    gc.collect()
-    synchronize()
-    with gc_disabled():
-        begin = now()
-        generate(model, prompts, max_new_tokens=new_tokens, stop=stop, batch_tokens=batch_tokens)
-    return {PREFILL: stamps[0] - begin, DECODE: (stamps[-1] - stamps[0]) / max(1, len(stamps) - 1)}
+    return decode_block(partial(generate_by_decoder, model), prompts, new_tokens)()
 
 
 def print_result(result: dict[str, Any], console: Console) -> None:
@@ -223,7 +210,9 @@ def measure_transformers(arguments: argparse.Namespace, machine: Machine, log: L
 
 
 Prompts = Sequence[Sequence[int]]
-Generate = Callable[[Prompts, int], list[list[int]]]
+OnToken = Callable[[], None]
+Generate = Callable[..., list[list[int]]]
+"""Generates `num_new` tokens after each prompt, and calls an `OnToken` after each step."""
 
 
 def random_prompts(vocab_size: int, batch: int, num_tokens: int) -> Prompts:
@@ -272,13 +261,31 @@ def export_model(ours: Transformer) -> Any:
     return model.to(ours.tok_embeddings.weight.device).eval()
 
 
-def generate_by_decoder(model: Transformer, prompts: Prompts, num_new: int) -> list[list[int]]:
+def ignore_token() -> None:
+    """Do nothing when the host has read a token."""
+
+
+def generate_by_decoder(
+    model: Transformer, prompts: Prompts, num_new: int, on_token: OnToken = ignore_token
+) -> list[list[int]]:
+    def stop(i: int, tokens: list[int]) -> bool:
+        if i == 0:
+            on_token()
+        return False
+
     num_tokens = sum(map(len, prompts)) + len(prompts) * num_new
-    return generate(model, prompts, max_new_tokens=num_new, batch_tokens=num_tokens)
+    return generate(model, prompts, max_new_tokens=num_new, stop=stop, batch_tokens=num_tokens)
 
 
-def hf_generate(model: Any, prompts: Prompts, num_new: int) -> list[list[int]]:
+def hf_generate(
+    model: Any, prompts: Prompts, num_new: int, on_token: OnToken = ignore_token
+) -> list[list[int]]:
     """Generate by transformers' `generate`, which stops at the number of tokens only."""
+
+    def goes_on(ids_BT: Tensor, scores: Any, **arguments: Any) -> Tensor:
+        on_token()
+        return torch.zeros(len(ids_BT), dtype=torch.bool, device=ids_BT.device)
+
     prompts_BT = torch.tensor(prompts, device=model.device)
     answers_BT = model.generate(
         prompts_BT,
@@ -286,12 +293,15 @@ def hf_generate(model: Any, prompts: Prompts, num_new: int) -> list[list[int]]:
         max_new_tokens=num_new,
         do_sample=False,
         eos_token_id=None,
+        stopping_criteria=[goes_on],
     )
     return answers_BT[:, prompts_BT.shape[1] :].tolist()
 
 
 @torch.no_grad()
-def generate_in_loop(model: Any, prompts: Prompts, num_new: int) -> list[list[int]]:
+def generate_in_loop(
+    model: Any, prompts: Prompts, num_new: int, on_token: OnToken = ignore_token
+) -> list[list[int]]:
     """Generate by nothing but a model's forward passes with its cache."""
     tokens_BT = torch.tensor(prompts, device=model.device)
     cache = None
@@ -301,16 +311,24 @@ def generate_in_loop(model: Any, prompts: Prompts, num_new: int) -> list[list[in
         cache = output.past_key_values
         tokens_BT = output.logits[:, -1].argmax(-1, keepdim=True)
         answers.append(tokens_BT)
+        on_token()
     return torch.cat(answers, dim=1).tolist()
 
 
 def decode_block(run: Generate, prompts: Prompts, num_new: int) -> Block:
-    """Return a block that is the time to the first token, and that per later one."""
+    """Return a block that is the time to the first token, and the mean per later one."""
 
     def block() -> Seconds:
-        first_s = seconds_of(partial(run, prompts, 1))
-        all_s = seconds_of(partial(run, prompts, 1 + num_new))
-        return {PREFILL: first_s, DECODE: (all_s - first_s) / num_new}
+        # when the host has read a token; on a GPU our decoder reads them in blocks
+        stamps: list[float] = []
+        gc.collect()
+        synchronize()
+        with gc_disabled():
+            begin = now()
+            run(prompts, num_new, lambda: stamps.append(now()))
+
+        decode_s = (stamps[-1] - stamps[0]) / max(1, len(stamps) - 1)
+        return {PREFILL: stamps[0] - begin, DECODE: decode_s}
 
     return block
 

@@ -4,9 +4,11 @@ import importlib
 
 import pytest
 import torch
+from torch import nn
 
-from canon_pretrain.kernels.recurrence_work import triton_work
+from canon_pretrain.kernels.recurrence_work import triton_kept_bytes, triton_work
 from canon_pretrain.kernels.recurrences import CHUNKED
+from canon_pretrain.titan.costs import count_saved
 
 PACKAGE = "canon_pretrain.kernels.triton.recurrence"
 ROWS = 6
@@ -94,3 +96,17 @@ def test_counted_is_what_is_launched(mixer, num_heads, key_dim, value_dim, dtype
         # last states, and operands that a walk gets but does not read
         assert work.bytes_moved == pytest.approx(recorded, rel=0.1), direction
         assert work.flops["attention"] > 0
+
+
+@pytest.mark.parametrize(("num_heads", "key_dim"), [(12, 128), (8, 256)])
+def test_delta_keeps_what_is_counted(num_heads, key_dim, recorder):
+    operator = importlib.import_module(f"{PACKAGE}.delta_operator").delta_operator
+    inputs = empty_inputs("gated_deltanet", num_heads, key_dim, 256, torch.bfloat16)
+    q, k, *others = inputs
+    half = [x.detach().bfloat16().requires_grad_() for x in (q, k)]
+
+    num_bytes = count_saved(lambda: operator(*half, *others, None), nn.ParameterList(half + others))
+
+    per_head = triton_kept_bytes("gated_deltanet", key_dim, 2)
+    assert num_bytes == ROWS * NUM_TOKENS * num_heads * per_head
+    assert triton_kept_bytes("gla", key_dim, 2) == 0
