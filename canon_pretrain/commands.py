@@ -116,7 +116,7 @@ COMMANDS: dict[str, Command | Group] = {
                 "how two runs differ, and from which step on",
                 prints=True,
             ),
-            "export": Command("canon_pretrain.report.export", "copy a run to wandb or TensorBoard"),
+            "export": Command("canon_pretrain.report.export", "copy a run to wandb or other tools"),
             "profile": Command(
                 "canon_pretrain.report.profile",
                 "top kernels of a traced step, and its time by purpose",

@@ -97,7 +97,7 @@ _shtab_canon_run_commands() {
   local _commands=(
     costs:'Print held-out loss, tokens per second and memory of architectures, and what they cost over the first one. Runs that differ in seeds are one row, at the best learning rate.'
     diff:'Compare two run folders: identity, data, config, code, packages, environment, and the first steps at which their data and losses differ. Values of one run or job (its folder, job ids, world size) are ignored. Exit code 0: same; 1: different; 2: error.'
-    export:'Copy log.jsonl and evaluations of a run to wandb or TensorBoard: one curve over all launches, which replaces earlier copies.'
+    export:'Copy log.jsonl and evaluations of a run to wandb, trackio or TensorBoard: one curve over all launches, which replaces earlier copies.'
     plot:'Plot the curves of runs on one HTML page that works offline. Runs that differ in their seeds only are drawn as mean and band.'
     profile:'Show the time of a traced step by purpose and kernel. Training with --profiling.enable_profiling traces one step of every --profiling.profile_freq.'
     status:'Show the state of runs, one per line. A checkpoint is verified by its manifest and the size of each file in it; no hash is read.'
@@ -607,14 +607,14 @@ _shtab_canon_run_diff_defaults_added=0
 
 _shtab_canon_run_export_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
-  "--out[write DIR\/wandb or DIR\/tb (default\: RUN)]:DIR:_files"
+  "--out[write DIR\/wandb, DIR\/trackio or DIR\/tb (default\: RUN\; trackio\'s own folder)]:DIR:_files"
   "--follow[continue while the run trains]"
   "--mode[wandb mode (default\: offline)]:mode:(online offline)"
-  "--project[wandb project (default\: canon_pretrain)]:project:"
+  "--project[project of wandb or trackio (default\: canon_pretrain)]:project:"
   "--entity[wandb entity (default\: \$WANDB_ENTITY, or your default)]:entity:"
-  "--name[wandb name (default\: \$WANDB_NAME, or the run folder\'s name)]:name:"
+  "--name[name in wandb or trackio (default\: \$WANDB_NAME, or the run folder\'s name)]:name:"
   "--tags[wandb tags]:TAG:"
-  ":target:(wandb tensorboard)"
+  ":target:(wandb trackio tensorboard)"
   ":a run folder:_files"
 )
 
@@ -792,6 +792,7 @@ _shtab_canon_train_options=(
   {--metrics.disable_color_printing,--metrics.no_disable_color_printing}"[metrics.disable_color_printing]"
   "--metrics.save_tb_folder[metrics.save_tb_folder]:metrics.save_tb_folder:_files"
   {--metrics.enable_wandb,--metrics.no_enable_wandb}"[metrics.enable_wandb]"
+  {--metrics.enable_trackio,--metrics.no_enable_trackio}"[metrics.enable_trackio]"
   "--metrics.wandb_mode[metrics.wandb_mode]:metrics.wandb_mode:(online offline disabled)"
   "--metrics.wandb_project[metrics.wandb_project]:metrics.wandb_project:"
   "--metrics.wandb_entity[metrics.wandb_entity]:metrics.wandb_entity:"

@@ -102,7 +102,9 @@ def _complete(arguments: Sequence[str], options: Options, folder: Path) -> list[
         *("--metrics.log_freq", num_steps),
         *("--checkpoint.interval", "1000000"),  # saves are phases of their own
         *("--validation.windows", str(options.world_size)),  # one pass
-        *("--metrics.no-enable_wandb", "--metrics.no-enable_tensorboard"),
+        "--metrics.no-enable_wandb",
+        "--metrics.no-enable_trackio",
+        "--metrics.no-enable_tensorboard",
     ]
     if job.task is None:
         write_random_shards(folder / "data", job.model_args.vocab_size)

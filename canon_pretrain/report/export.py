@@ -1,9 +1,11 @@
-"""`canon run export wandb|tensorboard RUN`: copies of RUN/log.jsonl.
+"""`canon run export wandb|trackio|tensorboard RUN`: copies of RUN/log.jsonl.
 
     DIR/tb/events.out.tfevents.TIME.RUN_ID.canon    one file, which replaces earlier ones
     DIR/wandb/offline-run-TIME-ID                   for `wandb sync`; one folder per run, since
                                                     syncing a second one would replace the first
     online                                          the run with the log's run_id
+    $TRACKIO_DIR, or DIR/trackio                    trackio's database of the project, in which the
+                                                    run with the log's run_id is replaced
 
 A copy starts from the whole log, without superseded steps; with `--follow` it continues as the log
 grows (run/background.py). No torch.
@@ -18,6 +20,7 @@ import re
 import select
 import shutil
 import signal
+import sqlite3
 import sys
 import threading
 import time
@@ -437,7 +440,72 @@ class WandbTarget:
         return sorted(self._folder.glob(f"offline-run-*-{self._metadata.run_id}"))
 
 
-Target = TensorBoardTarget | WandbTarget
+class TrackioTarget:
+    """Writes rows to a run of trackio's local database of a project. Raises UserError."""
+
+    def __init__(
+        self, folder: Path | None, metadata: RunMetadata, *, project: str, name: str
+    ) -> None:
+        # Local only: what a Space or a server has cannot be replaced.
+        for variable in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
+            os.environ.pop(variable, None)
+        if folder is not None:  # which trackio reads when it is imported
+            os.environ["TRACKIO_DIR"] = str(folder.resolve())
+        try:
+            import trackio
+        except ImportError:
+            raise UserError(
+                "export.no_trackio",
+                "trackio is not installed: pip install 'canon_pretrain[trackio]'",
+            ) from None
+
+        self._project = project
+        self._markdown = trackio.Markdown
+        try:
+            for copy in self._copies(trackio, metadata.run_id):
+                copy.delete()
+            self._run = trackio.init(
+                project=project,
+                name=name,
+                group=metadata.group,
+                config={"run_id": metadata.run_id, **metadata.config},
+                embed=False,
+                # the log has the load of the machine
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+        except (ValueError, OSError, sqlite3.Error) as error:
+            raise UserError("export.trackio", f"trackio.init failed: {error}") from None
+
+    def _copies(self, trackio: Any, run_id: str) -> list[Any]:
+        """Return earlier copies of the run with this id."""
+        try:
+            runs = trackio.Api().runs(self._project)
+        except ValueError:  # the project does not exist yet
+            return []
+        return [run for run in runs if (run.config or {}).get("run_id") == run_id]
+
+    def write(self, row: Row) -> None:
+        """Log a row: its numbers, and its samples as Markdown."""
+        values: dict[str, Any] = {"tokens": row.tokens, **row.values}
+        if row.samples:
+            texts = [f"**{escape(prompt)}**{escape(text)}" for prompt, text in row.samples]
+            values["samples"] = self._markdown("\n\n".join(texts))
+        self._run.log(values, step=row.step)
+
+    def restart(self, step: int) -> None:
+        """Do nothing: the steps that are repeated are shown twice until the next copy."""
+
+    def flush(self) -> None:
+        """Do nothing: trackio writes rows by itself."""
+
+    def finish(self) -> str:
+        """Complete the copy; return a description of where it is."""
+        self._run.finish()
+        return f"trackio's project {self._project}; `trackio show --project {self._project}`"
+
+
+Target = TensorBoardTarget | WandbTarget | TrackioTarget
 
 
 def copy(
@@ -500,15 +568,20 @@ def _follow(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Copy log.jsonl and evaluations of a run to wandb or TensorBoard: one curve "
+        "Copy log.jsonl and evaluations of a run to wandb, trackio or TensorBoard: one curve "
         "over all launches, which replaces earlier copies."
     )
     parser.epilog = "example: canon run export wandb RUN --mode online --follow"
     variable = os.environ.get
     add = parser.add_argument
-    add("target", choices=("wandb", "tensorboard"))
+    add("target", choices=("wandb", "trackio", "tensorboard"))
     add("folder", type=Path, metavar="RUN", help="a run folder")
-    add("--out", type=Path, metavar="DIR", help="write DIR/wandb or DIR/tb (default: RUN)")
+    add(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="write DIR/wandb, DIR/trackio or DIR/tb (default: RUN; trackio's own folder)",
+    )
     add("--follow", action="store_true", help="continue while the run trains")
     add(
         "--mode",
@@ -519,7 +592,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--project",
         default=variable("WANDB_PROJECT") or "canon_pretrain",
-        help="wandb project (default: %(default)s)",
+        help="project of wandb or trackio (default: %(default)s)",
     )
     add(
         "--entity",
@@ -529,7 +602,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--name",
         default=variable("WANDB_NAME"),
-        help="wandb name (default: $WANDB_NAME, or the run folder's name)",
+        help="name in wandb or trackio (default: $WANDB_NAME, or the run folder's name)",
     )
     add("--tags", nargs="*", default=[], metavar="TAG", help="wandb tags")
     # metrics.save_tb_folder; and how the trainer starts it: until the pipe closes, ignoring signals
@@ -553,6 +626,10 @@ def run(arguments: argparse.Namespace) -> int:
     def open_target(metadata: RunMetadata) -> Target:
         if arguments.target == "tensorboard":
             return TensorBoardTarget(out / arguments.tb_folder, metadata, live=follows)
+        name = arguments.name or metadata.name
+        if arguments.target == "trackio":
+            trackio_folder = None if arguments.out is None else out / "trackio"
+            return TrackioTarget(trackio_folder, metadata, project=arguments.project, name=name)
         return WandbTarget(
             out,
             metadata,
@@ -561,7 +638,7 @@ def run(arguments: argparse.Namespace) -> int:
             tags=arguments.tags,
             project=arguments.project,
             entity=arguments.entity or None,
-            name=arguments.name or metadata.name,
+            name=name,
         )
 
     # What ends a copy that follows the log: the end of its trainer, or Ctrl-C.

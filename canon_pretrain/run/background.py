@@ -1,7 +1,7 @@
 """Work that must not block a training step: in a thread, or in a separate process.
 
-A shared file system may block every call for minutes (a Lustre failover), and wandb or TensorBoard
-may exit, slow down or hang. No torch.
+A shared file system may block every call for minutes (a Lustre failover), and wandb, trackio or
+TensorBoard may exit, slow down or hang. No torch.
 """
 
 import contextlib
@@ -72,7 +72,7 @@ class Background:
 
 
 class LiveExports:
-    """Processes that copy the log to wandb and TensorBoard; they exit when their pipes close."""
+    """Processes that copy the log to other tools; they exit when their pipes close."""
 
     def __init__(self) -> None:
         self._running: dict[str, Process] = {}
@@ -160,6 +160,11 @@ def follow_commands(settings: Any, folder: Path) -> Iterator[tuple[str, list[str
     if settings.enable_tensorboard:
         tb_folder = f"--tb-folder={settings.save_tb_folder}"
         yield "tensorboard", [*export, "tensorboard", *run, tb_folder]
+
+    if settings.enable_trackio:
+        names = {"project": settings.wandb_project, "name": settings.wandb_name}
+        options = [f"--{name}={value}" for name, value in names.items() if value]
+        yield "trackio", [*export, "trackio", *run, *options]
 
     mode = settings.wandb_mode or os.environ.get("WANDB_MODE") or "online"
     if settings.enable_wandb and mode != "disabled":

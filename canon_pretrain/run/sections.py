@@ -199,6 +199,8 @@ class Checkpoint:
 class Metrics:
     """Settings of `[metrics]`."""
 
+    enable_trackio: bool = False
+    """Copy the log to trackio's local database; `wandb_project` and `wandb_name` hold for it."""
     wandb_mode: Literal["online", "offline", "disabled"] | None = None
     """Unset: $WANDB_MODE, or online. Offline runs are in RUN/wandb, for `wandb sync`."""
     wandb_project: str = ""

@@ -77,7 +77,7 @@ class Checkpoint(sections.Checkpoint, titan.Checkpoint):
 
 @dataclass
 class Metrics(sections.Metrics, titan.Metrics):
-    """`enable_wandb` and `enable_tensorboard` export RUN/log.jsonl live, in separate processes."""
+    """Other tools get copies of RUN/log.jsonl live, by separate processes."""
 
 
 @dataclass

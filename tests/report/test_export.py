@@ -1,4 +1,4 @@
-"""Copies of the log in wandb and TensorBoard, read back by their own formats, whole and live."""
+"""Copies of the log in other tools, read back by their own formats, whole and live."""
 
 import json
 import logging
@@ -366,6 +366,69 @@ def test_wandb_shows_one_clean_curve_live_and_whole(killed_twice, wandb_environm
         assert path.is_dir() or SECRET[:12].encode() not in path.read_bytes(), path
 
 
+READ_TRACKIO = """
+import json
+from trackio import Api
+from trackio.sqlite_storage import SQLiteStorage
+(run,) = Api().runs("theirs")
+logs = SQLiteStorage.get_logs("theirs", run.name, run_id=run.id)
+print(json.dumps({"name": run.name, "config": run.config, "logs": logs}, default=str))
+"""
+
+
+def read_trackio(folder):
+    """Return the name, config and rows of the only run of trackio's project "theirs"."""
+    read = subprocess.run(
+        [sys.executable, "-c", READ_TRACKIO],
+        env=os.environ | {"TRACKIO_DIR": str(folder)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(read.stdout)
+
+
+def trackio_curve(run):
+    """Return the values of a run by step, each of which it has once."""
+    curve = {}
+    for row in run["logs"]:
+        step = row["step"]
+        assert step not in curve
+        if step in (5, 10):
+            assert f"**Ü**{loss_of(step)}" in row["samples"]["_value"]
+        curve[step] = {
+            name: number(value)
+            for name, value in row.items()
+            if name not in ("step", "timestamp", "samples")
+        }
+    return curve
+
+
+@pytest.mark.system
+def test_trackio_shows_one_clean_curve(killed_twice):
+    """The second copy takes the place of the first, in trackio's own database."""
+    command = [sys.executable, "-m", "canon_pretrain", "run", "export", "trackio"]
+    options = ["--out", killed_twice, "--project", "theirs", "--name", "mine"]
+    env = os.environ | {"TRACKIO_SPACE_ID": "nobody/nothing", "PYTHONPATH": str(ROOT)}
+    for _ in range(2):
+        copied = subprocess.run(
+            [*command, killed_twice, *options], env=env, capture_output=True, text=True
+        )
+        assert copied.returncode == 0, copied.stderr
+        assert "trackio show" in copied.stdout
+
+        run = read_trackio(killed_twice / "trackio")
+        check_curve(trackio_curve(run))
+        assert run["name"] == "mine"
+        assert run["config"]["identity"]["model.init_seed"] == 7
+
+
+def test_trackio_that_is_missing_is_named(killed_twice, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    assert export("trackio", killed_twice) == 2
+    assert error_codes(capsys.readouterr().err) == ["export.no_trackio"]
+
+
 def test_a_run_in_training_keeps_its_live_copy(killed_twice, capsys):
     lock = LinkLock.acquire(RunFolder(killed_twice).lock_file, heartbeat_s=60.0, log=print)
     try:
@@ -385,6 +448,7 @@ def test_commands_of_the_live_copies(tmp_path, monkeypatch):
         metrics = {
             "enable_tensorboard": False,
             "enable_wandb": False,
+            "enable_trackio": False,
             "save_tb_folder": "x",
             "wandb_mode": "",
             "wandb_project": "",
@@ -403,6 +467,8 @@ def test_commands_of_the_live_copies(tmp_path, monkeypatch):
     options = ["--project=p", "--mode=online", "--tags", "a", "b"]
     of_wandb = commands(enable_wandb=True, wandb_project="p", wandb_tags=["a", "b"])
     assert of_wandb == [["wandb", *follow, *options]]
+    of_trackio = commands(enable_trackio=True, wandb_project="p", wandb_name="n")
+    assert of_trackio == [["trackio", *follow, "--project=p", "--name=n"]]
 
 
 def test_a_live_copy_that_fails_or_hangs_is_ended(tmp_path, monkeypatch, caplog):
@@ -433,12 +499,15 @@ def test_a_live_copy_that_fails_or_hangs_is_ended(tmp_path, monkeypatch, caplog)
 
 
 @pytest.mark.system
-def test_a_training_run_is_shown_in_tensorboard(data_folder, tmp_path):
+def test_a_training_run_is_shown_by_other_tools(data_folder, tmp_path, monkeypatch):
     """Stopped and resumed on another number of ranks."""
     run = tmp_path / "run"
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     argv = [
         *debug_run(data_folder, run),
         "--metrics.enable_tensorboard",
+        "--metrics.enable_trackio",
+        *("--metrics.wandb_project", "theirs"),
         *("--training.steps", 7),
         *("--checkpoint.interval", 3),
     ]
@@ -454,6 +523,10 @@ def test_a_training_run_is_shown_in_tensorboard(data_folder, tmp_path):
     for event in steps:
         assert curve[event["step"]]["train/loss"] == pytest.approx(event["loss"], rel=1e-6)
         assert curve[event["step"]]["train/restarts"] == (event["step"] > 2)
+    rows = [row for row in read_trackio(tmp_path / "trackio")["logs"] if "train/loss" in row]
+    assert [(row["step"], row["train/loss"]) for row in rows] == [
+        (event["step"], event["loss"]) for event in steps
+    ]
 
     saved = [(event["step"], event["tokens"]) for event in events(run, "checkpoint")]
     assert saved == [(at, at * 12 * 64) for at in (2, 3, 6, 7)]
