@@ -114,9 +114,11 @@ def plan_job(
     import torch
 
     from canon_pretrain.model.counts import num_parameters
+    from canon_pretrain.model.transformer import Transformer
     from canon_pretrain.titan.command_line import parse_job
     from canon_pretrain.titan.data import open_data, open_task
     from canon_pretrain.titan.job_config import check_cpu_offload, shard_degree
+    from canon_pretrain.titan.optimizers import num_moments, parameter_groups
 
     # --force is an option of slurm/lib.sh
     trainer_arguments = [argument for argument in arguments if argument != "--force"]
@@ -127,8 +129,11 @@ def plan_job(
     if open_task(job) is None and data:
         open_data(job)
 
-    # Weights and AdamW's two moments; an upper bound if not all weights are trained.
-    num_elements = 3 * num_parameters(job.model_args)
+    # The weights and the optimizer's moments.
+    with torch.device("meta"):
+        model = Transformer(job.model_args)
+    moments = num_moments(parameter_groups(job.optimizer, model))
+    num_elements = num_parameters(job.model_args) + moments
     itemsize = getattr(torch, job.training.dtype).itemsize
     run = Path(job.job.dump_folder).absolute()
     return Plan(run, num_elements * itemsize)

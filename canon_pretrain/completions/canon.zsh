@@ -858,7 +858,7 @@ _shtab_canon_train_options=(
   "--model.attention_backend[auto, sdpa, flex, flash_attn, cudnn, flash, fa3 or fa4]:model.attention_backend:(auto sdpa cudnn flash flex flash_attn fa3 fa4)"
   "--model.canon_backend[auto, triton, compiled, reference, causal_conv1d or fla]:model.canon_backend:(auto reference compiled causal_conv1d fla triton)"
   "--model.mixer_backend[model.mixer_backend]:model.mixer_backend:(auto chunked fla triton)"
-  "--optimizer.name[AdamW, Adam or Muon\; also .muon_lr, .muon_momentum, .decay]:optimizer.name:(Adam AdamW Muon)"
+  "--optimizer.name[AdamW, Adam or Muon\; also .muon_lr, .muon_momentum, .decay]:optimizer.name:(Adam AdamW Muon Lion)"
   "--optimizer.lr[peak rate\; also .beta1, .beta2, .eps, .weight_decay]:optimizer.lr:"
   "--optimizer.beta1[optimizer.beta1]:optimizer.beta1:"
   "--optimizer.beta2[optimizer.beta2]:optimizer.beta2:"

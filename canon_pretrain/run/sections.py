@@ -32,7 +32,7 @@ _Beta = Annotated[float, Field(ge=0, lt=1)]
 _Betas = Annotated[list[_Beta], Field(min_length=2, max_length=2)]
 
 
-OPTIMIZERS = ("Adam", "AdamW", "Muon")
+OPTIMIZERS = ("Adam", "AdamW", "Muon", "Lion")
 
 
 def optimizer_name(name: str) -> str:
@@ -63,7 +63,7 @@ class Optimizer:
     """Settings of `[optimizer]`: the values of the paper's appendix B."""
 
     name: Identity[str] = "AdamW"
-    """Adam, AdamW or Muon, in any case."""
+    """Adam, AdamW, Muon or Lion, in any case."""
     lr: Identity[Amount] = 1e-3
     beta1: Identity[Decay] = 0.9
     beta2: Identity[Decay] = 0.98

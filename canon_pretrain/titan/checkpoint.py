@@ -25,7 +25,6 @@ from torch.utils._pytree import tree_map_only
 from torchtitan.components.checkpoint import ModelWrapper
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.lr_scheduler import LRSchedulersContainer
-from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.tools.logging import logger
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder, remove_tree
@@ -42,6 +41,7 @@ from canon_pretrain.run.session import LOST_LOCK, Session
 from canon_pretrain.titan.device import has_accelerator
 from canon_pretrain.titan.job_config import Checkpoint
 from canon_pretrain.titan.metrics import CanonMetrics
+from canon_pretrain.titan.optimizers import Optimizers
 from canon_pretrain.titan.resume import RankZero, Resume
 
 CLOSE_TIMEOUT_S = 5.0
@@ -50,10 +50,15 @@ ALERT_AFTER_FAILURES = 3
 """Consecutive failed saves from which on each one logs an alert."""
 
 
-def full_bytes(weights: Mapping[str, Tensor]) -> int:
-    """Return the bytes of a full checkpoint: `weights`, two moments, and 1 % + 1 MiB."""
-    weight_bytes = sum(tensor.nbytes for tensor in weights.values())
-    return int(3 * weight_bytes * 1.01) + (1 << 20)
+def full_bytes(weights: Mapping[str, Tensor], num_moments: int) -> int:
+    """Return the bytes of a full checkpoint: weights, as wide moments, and 1 % + 1 MiB."""
+    num_bytes = 0
+    itemsize = 0
+    for tensor in weights.values():
+        num_bytes += tensor.nbytes
+        itemsize = max(itemsize, tensor.itemsize)
+    num_bytes += num_moments * itemsize
+    return int(1.01 * num_bytes) + (1 << 20)
 
 
 def check_room(folder: CheckpointFolder, num_bytes: int) -> None:
@@ -127,7 +132,7 @@ class CanonCheckpointManager:
         self,
         dataloader: BaseDataLoader | None,
         model_parts: list[nn.Module],
-        optimizers: OptimizersContainer,
+        optimizers: Optimizers,
         lr_schedulers: LRSchedulersContainer,
         states: dict[str, Any],
         checkpoint_config: Checkpoint,
@@ -153,6 +158,7 @@ class CanonCheckpointManager:
 
         # What is saved: the model's tensors, and everything else by name.
         self._model = ModelWrapper(model_parts)
+        self._num_moments = optimizers.num_moments
         self.states = states | {
             "optimizer": optimizers,
             "dataloader": dataloader,
@@ -313,7 +319,7 @@ class CanonCheckpointManager:
             return f"{self.folder.path} cannot be read: {error}"
 
     def checkpoint_bytes(self) -> int:
-        return full_bytes(self._model.state_dict())
+        return full_bytes(self._model.state_dict(), self._num_moments)
 
     def check_room(self) -> None:
         """Raise UserError on all ranks if one could not save its file."""

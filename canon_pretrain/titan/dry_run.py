@@ -9,7 +9,6 @@ runs the trainer itself on fake GPUs, and takes a minute.
 import contextlib
 import functools
 import json
-import math
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -54,7 +53,7 @@ from canon_pretrain.titan.data import open_shards, open_task
 from canon_pretrain.titan.device import has_accelerator
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, shard_degree
 from canon_pretrain.titan.muon import update_costs
-from canon_pretrain.titan.optimizers import MUON, Group, muon_shapes, parameter_groups
+from canon_pretrain.titan.optimizers import MUON, Group, muon_shapes, num_moments, parameter_groups
 from canon_pretrain.titan.parallelize import all_experts
 from canon_pretrain.titan.spec import head_loss
 from canon_pretrain.titan.step_time import count_step, step_seconds
@@ -152,17 +151,13 @@ def count_memory(
     micro_batch = micro_batch_size(job, world_size)
     tokens = micro_batch * args.max_seq_len
 
-    # This rank's shard of weights, gradients and moments: two of AdamW's parameters, one of Muon's.
+    # This rank's shard of weights, gradients and moments.
     num_shards = shard_degree(job, world_size)
     parameters = count_parameters(model)
     weight_bytes = -(-parameters.total // num_shards) * dtype.itemsize
     gradient_bytes = -(-parameters.trained // num_shards) * dtype.itemsize
-    shapes = muon_shapes(job.optimizer, model)
-    num_muon = sum(map(math.prod, shapes))
-    states = {
-        "weights": weight_bytes,
-        "optimizer (moments)": 2 * gradient_bytes - num_muon // num_shards * dtype.itemsize,
-    }
+    moment_values = -(-num_moments(parameter_groups(job.optimizer, model)) // num_shards)
+    states = {"weights": weight_bytes, "optimizer (moments)": moment_values * dtype.itemsize}
 
     # FSDP2 gathers the embedding, the head and two blocks at a time, or keeps all blocks.
     # Experts stay split over `degree` ranks.
@@ -218,6 +213,7 @@ def count_memory(
         "activations": activations // args.num_layers,
         "loss": 0,
     }
+    shapes = muon_shapes(job.optimizer, model)
     if not shapes:
         return max(in_loss, before_backward, after_backward, key=_total)
 
@@ -404,13 +400,13 @@ class Plan:
         self.flops_per_token = flops_per_token(args, training.seq_len)
         self.micro_batch = micro_batch_size(job, world_size)
 
-        # Checkpoints: the weights, and two moments of those that are trained, or Muon's one.
+        # Checkpoints: the weights, and the moments of those that are trained.
         model = on_meta(args)
         self.groups = parameter_groups(job.optimizer, model)
         self.parameters, self.trained = count_parameters(model)
         itemsize = TORCH_DTYPE_MAP[training.dtype].itemsize
-        num_muon = sum(map(math.prod, muon_shapes(job.optimizer, model)))
-        self.checkpoint_bytes = (self.parameters + 2 * self.trained - num_muon) * itemsize
+        num_values = self.parameters + num_moments(self.groups)
+        self.checkpoint_bytes = num_values * itemsize
         num_saves = -(-training.steps // job.checkpoint.interval)
         self.checkpoints_kept = min(job.checkpoint.keep_latest_k or num_saves, num_saves)
 

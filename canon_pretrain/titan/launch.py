@@ -52,6 +52,7 @@ from canon_pretrain.titan.job_config import (
 )
 from canon_pretrain.titan.keys import dotted
 from canon_pretrain.titan.metrics import CanonMetrics
+from canon_pretrain.titan.optimizers import num_moments, parameter_groups
 from canon_pretrain.titan.resume import RankZero, check_initial
 
 ADDED_LATER = ("model.", "loss.", "optimizer.decay", "optimizer.muon_")
@@ -356,7 +357,8 @@ def _check_folder(
 
     # A fresh run archives the run so far: first make sure that it can start and save.
     with torch.device("meta"):
-        weights = Transformer(job.model_args).state_dict()
+        model = Transformer(job.model_args)
+    weights = model.state_dict()
     if initial := job.checkpoint.initial_load_path:
         archive = path.resolve() / ARCHIVE
         start = Path(initial).resolve()
@@ -369,7 +371,8 @@ def _check_folder(
             )
         check_initial(initial, weights, model_only=job.checkpoint.initial_load_model_only)
     # This tries to write there, in an empty trial folder.
-    check_room(checkpoints, full_bytes(weights))
+    moments = num_moments(parameter_groups(job.optimizer, model))
+    check_room(checkpoints, full_bytes(weights, moments))
     remove_tree(checkpoints.trial_path)
 
 

@@ -205,8 +205,8 @@ class Muon(torch.optim.Optimizer):
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        momentum = _local(state["momentum_buffer"])
-        grad = _local(parameter.grad)
+        momentum = local_part(state["momentum_buffer"])
+        grad = local_part(parameter.grad)
         if self.found_inf is not None:  # moves the momentum to itself, and no NaN into it
             grad = torch.where(self.found_inf.bool(), momentum, grad)
 
@@ -249,7 +249,7 @@ class Muon(torch.optim.Optimizer):
             decay = decay * is_taken
             update = update * is_taken
 
-        local = _local(parameter)
+        local = local_part(parameter)
         local.mul_(1 - decay)
         local.add_(update, alpha=-lr * learning_rate_ratio(parameter.shape, self.adjust_lr))
 
@@ -266,7 +266,7 @@ def learning_rate_ratio(shape: Sequence[int], adjust_lr: str) -> float:
     return 0.2 * math.sqrt(max(num_rows, num_columns))
 
 
-def _local(tensor: Tensor | None) -> Tensor:
+def local_part(tensor: Tensor | None) -> Tensor:
     """Return this rank's part of a tensor, which a change of it changes."""
     assert tensor is not None
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

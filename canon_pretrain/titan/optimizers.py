@@ -24,9 +24,11 @@ from canon_pretrain.core.errors import UserError, nearest
 from canon_pretrain.model.init import plain_name
 from canon_pretrain.run.identity import GROUPS
 from canon_pretrain.run.sections import Optimizer
+from canon_pretrain.titan.lion import Lion
 from canon_pretrain.titan.muon import Muon
 
 MUON = "Muon"
+LION = "Lion"
 ADAM_CLASSES: dict[str, type[torch.optim.Adam]] = {
     "Adam": torch.optim.Adam,
     "AdamW": torch.optim.AdamW,
@@ -120,6 +122,15 @@ def muon_shapes(config: Optimizer, model: nn.Module) -> list[torch.Size]:
         if group.optimizer == MUON:
             shapes += [parameter.shape for parameter in group.parameters.values()]
     return shapes
+
+
+def num_moments(groups: Iterable[Group]) -> int:
+    """Return the values that the optimizers of these groups keep: two per value, or one."""
+    number = 0
+    for group in groups:
+        moments = 1 if group.optimizer in (MUON, LION) else 2
+        number += moments * group.num_values
+    return number
 
 
 def _first_match(config: Optimizer, name: str) -> int:
@@ -220,6 +231,7 @@ class Optimizers(OptimizersContainer):
             self.optimizers.append(_build(name, rows, config))
             self.hyperparameters.append(values)
 
+        self.num_moments = num_moments(groups)
         all_parameters = [p for group in groups for p in group.parameters.values()]
         self._post_init(all_parameters, {})
 
@@ -240,8 +252,10 @@ def _hyperparameters(group: Group, config: Optimizer) -> dict[str, Any]:
     values: dict[str, Any] = {"lr": group.lr, "weight_decay": group.weight_decay}
     if group.optimizer == MUON:
         return values
+    values["betas"] = group.betas
+    if group.optimizer == LION:
+        return values
     return values | {
-        "betas": group.betas,
         "eps": config.eps,
         "fused": config.implementation == "fused",
         "foreach": config.implementation == "foreach",
@@ -256,6 +270,8 @@ def _build(name: str, rows: list[dict[str, Any]], config: Optimizer) -> torch.op
             num_steps=config.muon_ns_steps,
             adjust_lr=config.muon_adjust_lr,
         )
+    if name == LION:
+        return Lion(rows)
     # fused also as a default: the constructor reads it there
     return ADAM_CLASSES[name](rows, fused=config.implementation == "fused")
 

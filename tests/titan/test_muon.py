@@ -1,4 +1,7 @@
-"""Muon against torch.optim.Muon, on one rank and over shards, replicas and ranks with experts."""
+"""Muon against torch.optim.Muon, on one rank and over shards, replicas and ranks with experts.
+
+Lion against its formula, and what both have in common.
+"""
 
 import os
 from collections import Counter
@@ -18,6 +21,7 @@ from canon_pretrain.kernels.work import Work
 from canon_pretrain.model.init import plain_name
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.sections import Optimizer, ParameterGroup
+from canon_pretrain.titan.checkpoint import full_bytes
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.dry_run import Plan, count_memory, reference
 from canon_pretrain.titan.job_config import CanonJobConfig
@@ -151,6 +155,28 @@ def test_a_skipped_step_changes_nothing():
     momenta = [name for name in state if name.endswith("momentum_buffer")]
     assert len(momenta) == NUM_MATRICES
     assert all(torch.equal(state[name], other_state[name]) for name in momenta)
+
+
+def lion_steps(config, steps):
+    """Return the weights after Algorithm 2 of Chen et al. (2023) took these steps, in float64."""
+    weights = {name: p.detach().double() for name, p in new_model().named_parameters()}
+    for name, weight in weights.items():
+        momentum = torch.zeros_like(weight)
+        for step in steps:
+            grad = gradient(name, weight.shape, step).double()
+            update = torch.sign(config.beta1 * momentum + (1 - config.beta1) * grad)
+            weight -= config.lr * (update + config.weight_decay * weight)
+            momentum = config.beta2 * momentum + (1 - config.beta2) * grad
+    return weights
+
+
+def test_lion_is_algorithm_2_and_skips_bad_steps():
+    config = replace(CONFIG, name="lion", beta1=0.9, beta2=0.99)
+    model = new_model()
+    take_steps(model, config, range(STEPS), skipped=[SKIPPED_STEP])
+    expected = lion_steps(config, [step for step in range(STEPS) if step != SKIPPED_STEP])
+    weights = {name: p.detach().double() for name, p in model.named_parameters()}
+    assert largest_difference(weights, expected) < 1e-6
 
 
 def on_rank(rank, folder):
@@ -301,9 +327,10 @@ def test_what_muon_updates():
     assert {name.split(".")[1] for name in groups[2].parameters} == {"0", "1"}
 
 
-def test_planned_memory_and_disk_count_one_moment():
-    """Of Muon's matrices, beside the state that the optimizers have."""
-    job = parse_job([*map(str, debug_run("data", "run")), "--optimizer.name", "muon"])
+@pytest.mark.parametrize("name", ["muon", "lion"])
+def test_planned_memory_and_disk_count_one_moment(name):
+    """Of Muon's matrices and all that Lion updates, beside the state that the optimizers have."""
+    job = parse_job([*map(str, debug_run("data", "run")), "--optimizer.name", name])
     with torch.device("meta"):
         model = Transformer(job.model_args)
     model.to_empty(device="cpu")
@@ -320,7 +347,11 @@ def test_planned_memory_and_disk_count_one_moment():
     plan = Plan(job, reference("h100"), 1)
     assert plan.checkpoint_bytes == 4 * plan.parameters + state_bytes
     two_moments = 8 * plan.parameters
-    assert two_moments / 2 < state_bytes < two_moments
+    assert two_moments / 2 <= state_bytes < two_moments
+
+    # what a launch makes room for: 1 % and 1 MiB more
+    room = full_bytes(model.state_dict(), optimizers.num_moments)
+    assert room == int(1.01 * plan.checkpoint_bytes) + (1 << 20)
 
 
 def test_the_planned_step_is_longer_by_the_iterations():
@@ -341,26 +372,28 @@ def test_betas_of_muon_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("name", "known"), [("muon", "Muon"), ("MUON", "Muon"), ("adamw", "AdamW"), ("adam", "Adam")]
+    ("name", "known"),
+    [("muon", "Muon"), ("MUON", "Muon"), ("adamw", "AdamW"), ("adam", "Adam"), ("LION", "Lion")],
 )
 def test_names_are_of_any_case(name, known):
     assert Optimizer(name=name).name == known
 
 
 @pytest.mark.system
-def test_a_run_with_muon_resumes_bitwise(tmp_path):
+@pytest.mark.parametrize("name", ["muon", "lion"])
+def test_a_run_resumes_bitwise(tmp_path, name):
     """Also in the memory of a bad step; another optimizer's checkpoint is refused."""
     data = tmp_path / "data"
     write_data(data)
     straight, run = tmp_path / "straight", tmp_path / "run"
-    muon = ("--optimizer.name", "muon", "--checkpoint.interval", 8)
+    options = ("--optimizer.name", name, "--checkpoint.interval", 8)
 
     def start(folder, *more, **options: Any):
         return launch(*debug_run(data, folder), *more, output=tmp_path / "out", **options)
 
-    start(straight, *muon)
-    start(run, *muon, "--run.stop_at", 5)
-    start(run, *muon, "--run.stop_at", 8)
+    start(straight, *options)
+    start(run, *options, "--run.stop_at", 5)
+    start(run, *options, "--run.stop_at", 8)
     assert_same_run(run, straight, step=8)
 
     names = ("--run.allow_changes", "optimizer.name")
