@@ -456,7 +456,7 @@ class TrackioTarget:
         except ImportError:
             raise UserError(
                 "export.no_trackio",
-                "trackio is not installed: pip install 'canon_pretrain[trackio]'",
+                "trackio is not installed: pip install -e '.[trackio]'",
             ) from None
 
         self._project = project
