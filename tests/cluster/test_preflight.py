@@ -59,6 +59,13 @@ def test_a_job_for_gpus_that_offloads_to_the_cpu_is_refused():
     assert preflight.plan_job(offloads, 1, 8) == preflight.plan_job(NOPE_CANON, 1, 8, gpus=8)
 
 
+def test_the_plan_counts_one_moment_of_lion():
+    """Weights and a moment, where AdamW has two."""
+    adamw = preflight.plan_job(NOPE_CANON, 1, 8)
+    lion = preflight.plan_job([*NOPE_CANON, "--optimizer.name", "lion"], 1, 8)
+    assert 3 * lion.checkpoint_bytes == 2 * adamw.checkpoint_bytes
+
+
 @pytest.mark.system
 def test_the_plan_has_run_folder_and_checkpoint_size(data_folder, tmp_path, capsys):
     odd = tmp_path / 'it\'s "a" run;\n$(x)'

@@ -45,6 +45,7 @@ ARGS = replace(ARGS, ffn="moe", num_experts=4, experts_per_token=2, num_shared_e
 NUM_MATRICES = 2 * 9
 """Parameters that Muon updates, of two layers."""
 CONFIG = Optimizer(name="muon", lr=0.01, muon_lr=0.02, weight_decay=0.1)
+LION = replace(CONFIG, name="lion", beta1=0.9, beta2=0.99)
 STEPS = 4
 SKIPPED_STEP = 2
 """Whose gradients are NaN."""
@@ -171,10 +172,9 @@ def lion_steps(config, steps):
 
 
 def test_lion_is_algorithm_2_and_skips_bad_steps():
-    config = replace(CONFIG, name="lion", beta1=0.9, beta2=0.99)
     model = new_model()
-    take_steps(model, config, range(STEPS), skipped=[SKIPPED_STEP])
-    expected = lion_steps(config, [step for step in range(STEPS) if step != SKIPPED_STEP])
+    take_steps(model, LION, range(STEPS), skipped=[SKIPPED_STEP])
+    expected = lion_steps(LION, [step for step in range(STEPS) if step != SKIPPED_STEP])
     weights = {name: p.detach().double() for name, p in model.named_parameters()}
     assert largest_difference(weights, expected) < 1e-6
 
@@ -185,14 +185,15 @@ def on_rank(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
     for name, (replicas, shards, experts) in LAYOUTS.items():
-        model = parallel_model(replicas, shards, experts, rank)
-        if model is not None:
-            optimizers = take_steps(model, CONFIG, range(STEPS), skipped=[SKIPPED_STEP])
-            weights = {plain_name(n): whole(p.detach()) for n, p in model.named_parameters()}
-            state = {n: whole(value) for n, value in optimizers.state_dict().items()}
-            if rank == 0:
-                torch.save((weights, state), folder / f"{name}.pt")
-        dist.barrier()
+        for config in (CONFIG, LION):
+            model = parallel_model(replicas, shards, experts, rank)
+            if model is not None:
+                optimizers = take_steps(model, config, range(STEPS), skipped=[SKIPPED_STEP])
+                weights = {plain_name(n): whole(p.detach()) for n, p in model.named_parameters()}
+                state = {n: whole(value) for n, value in optimizers.state_dict().items()}
+                if rank == 0:
+                    torch.save((weights, state), folder / f"{config.name} {name}.pt")
+            dist.barrier()
 
     # A state of 2 x 2 ranks is loaded by four shards.
     saved = take_steps(parallel_model(2, 2, 1, rank), CONFIG, range(STEPS))
@@ -237,7 +238,7 @@ def sharded(tmp_path_factory):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout_equals_torch(sharded, layout):
     """Equal gradients have equal updates, of which a NaN on all ranks changes none."""
-    weights, state = torch.load(sharded / f"{layout}.pt")
+    weights, state = torch.load(sharded / f"{CONFIG.name} {layout}.pt")
     model = new_model()
     one_rank = take_steps(model, CONFIG, range(STEPS), skipped=[SKIPPED_STEP])
     expected = reference_steps(CONFIG, [s for s in range(STEPS) if s != SKIPPED_STEP])
@@ -251,6 +252,21 @@ def test_any_layout_equals_torch(sharded, layout):
         assert torch.equal(state[name], momentum), name
         of_parameter = name.removeprefix("state.").removesuffix(".momentum_buffer")
         assert torch.equal(weights[of_parameter], parameters[of_parameter]), name
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_lion_in_any_layout_equals_one_rank(sharded, layout):
+    """Weights and momenta bitwise, with a NaN on all ranks at one step."""
+    weights, state = torch.load(sharded / f"{LION.name} {layout}.pt")
+    model = new_model()
+    one_rank = take_steps(model, LION, range(STEPS), skipped=[SKIPPED_STEP])
+    for name, parameter in model.named_parameters():
+        assert torch.equal(weights[name], parameter), name
+    momenta = {n: v for n, v in one_rank.state_dict().items() if n.endswith("exp_avg")}
+    assert len(momenta) == len(weights)
+    for name, momentum in momenta.items():
+        assert torch.equal(state[name], momentum), name
 
 
 @pytest.mark.system
