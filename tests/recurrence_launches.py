@@ -125,11 +125,11 @@ def bytes_of(launch):
     A tensor that stands in for an operand that is not read counts once.
     """
     in_place = IN_PLACE.get(launch.name, ())
-    operands = {}
+    operands = {}  # by tensor
     for name, value in launch.arguments.items():
         if torch.is_tensor(value):
-            operands[id(value)] = {name: value.nbytes * (2 if name in in_place else 1)}
-    return {name: num_bytes for operand in operands.values() for name, num_bytes in operand.items()}
+            operands[id(value)] = (name, value.nbytes * (2 if name in in_place else 1))
+    return dict(operands.values())
 
 
 def cost(model, launches, way):

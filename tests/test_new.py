@@ -12,8 +12,9 @@ from scipy import stats
 from canon_pretrain import new
 from canon_pretrain.model.counts import num_parameters
 from canon_pretrain.titan.command_line import parse_job
-from canon_pretrain.titan.dry_run import count_memory, on_meta
+from canon_pretrain.titan.dry_run import count_memory
 from canon_pretrain.titan.job_config import check_job, micro_batch_size
+from canon_pretrain.titan.spec import on_meta
 from data_prep.plan import AIMED_HELD_OUT
 from data_prep.planning import train_tokenizer
 from tests.commands import run_command

@@ -114,11 +114,11 @@ def plan_job(
     import torch
 
     from canon_pretrain.model.counts import num_parameters
-    from canon_pretrain.model.transformer import Transformer
     from canon_pretrain.titan.command_line import parse_job
     from canon_pretrain.titan.data import open_data, open_task
     from canon_pretrain.titan.job_config import check_cpu_offload, shard_degree
     from canon_pretrain.titan.optimizers import num_moments, parameter_groups
+    from canon_pretrain.titan.spec import on_meta
 
     # --force is an option of slurm/lib.sh
     trainer_arguments = [argument for argument in arguments if argument != "--force"]
@@ -130,10 +130,8 @@ def plan_job(
         open_data(job)
 
     # The weights and the optimizer's moments.
-    with torch.device("meta"):
-        model = Transformer(job.model_args)
-    moments = num_moments(parameter_groups(job.optimizer, model))
-    num_elements = num_parameters(job.model_args) + moments
+    groups = parameter_groups(job.optimizer, on_meta(job.model_args))
+    num_elements = num_parameters(job.model_args) + num_moments(groups)
     itemsize = getattr(torch, job.training.dtype).itemsize
     run = Path(job.job.dump_folder).absolute()
     return Plan(run, num_elements * itemsize)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -162,9 +162,8 @@ def follow_commands(settings: Any, folder: Path) -> Iterator[tuple[str, list[str
         yield "tensorboard", [*export, "tensorboard", *run, tb_folder]
 
     if settings.enable_trackio:
-        names = {"project": settings.wandb_project, "name": settings.wandb_name}
-        options = [f"--{name}={value}" for name, value in names.items() if value]
-        yield "trackio", [*export, "trackio", *run, *options]
+        values = {"project": settings.wandb_project, "name": settings.wandb_name}
+        yield "trackio", [*export, "trackio", *run, *_options(values)]
 
     mode = settings.wandb_mode or os.environ.get("WANDB_MODE") or "online"
     if settings.enable_wandb and mode != "disabled":
@@ -174,10 +173,12 @@ def follow_commands(settings: Any, folder: Path) -> Iterator[tuple[str, list[str
             "name": settings.wandb_name,
             "mode": mode,
         }
-        options = []
-        for name, value in values.items():
-            if value:
-                options.append(f"--{name}={value}")
+        options = _options(values)
         if settings.wandb_tags:
             options += ["--tags", *settings.wandb_tags]
         yield "wandb", [*export, "wandb", *run, *options]
+
+
+def _options(values: Mapping[str, str]) -> list[str]:
+    """Return an option for each value that is set."""
+    return [f"--{name}={value}" for name, value in values.items() if value]

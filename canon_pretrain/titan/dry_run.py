@@ -39,7 +39,6 @@ from canon_pretrain.model.counts import (
     num_parameters,
     state_bytes,
 )
-from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.config import valid_world_sizes
 from canon_pretrain.run.sections import Loss
 from canon_pretrain.titan.backend_choice import planned_recurrence, recurrence_slowdown
@@ -55,7 +54,7 @@ from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, sh
 from canon_pretrain.titan.muon import update_costs
 from canon_pretrain.titan.optimizers import MUON, Group, muon_shapes, num_moments, parameter_groups
 from canon_pretrain.titan.parallelize import all_experts
-from canon_pretrain.titan.spec import head_loss
+from canon_pretrain.titan.spec import head_loss, on_meta
 from canon_pretrain.titan.step_time import count_step, step_seconds
 from canon_pretrain.titan.tasks import TaskWindows
 
@@ -236,12 +235,12 @@ def _activation_bytes(
     args = job.model_args
     tokens = micro_batch * args.max_seq_len
     kept = []
+    # fla's kernels are not counted: they keep their inputs too
+    recurrence = "chunked" if planned_recurrence(job) == "chunked" else "triton"
     for layer, count in args.layer_counts:
         # blocks with experts on other ranks are compiled in part, and keep 6 % more than a whole
         # one
         if job.compile.enable and is_gpu:
-            # fla's kernels are not counted: they keep their inputs too
-            recurrence = "chunked" if planned_recurrence(job) == "chunked" else "triton"
             costs = compiled_block_costs(layer, dtype, planned_backend(job), recurrence)
             per_block = round(costs.kept_bytes * tokens)
         else:
@@ -315,11 +314,6 @@ def check_memory(job: CanonJobConfig, device: Device, world_size: int) -> None:
             "--activation_checkpoint.mode full, or train anyway with --force",
             parts=parts,
         )
-
-
-def on_meta(args: ModelArgs) -> Transformer:
-    with torch.device("meta"):
-        return Transformer(args)
 
 
 # -- data

@@ -22,7 +22,6 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.holder import host_name
 from canon_pretrain.model.args import own_mixers, to_json
 from canon_pretrain.model.mixer_files import mixer_files
-from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run import launches
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.identity import (
@@ -54,6 +53,7 @@ from canon_pretrain.titan.keys import dotted
 from canon_pretrain.titan.metrics import CanonMetrics
 from canon_pretrain.titan.optimizers import num_moments, parameter_groups
 from canon_pretrain.titan.resume import RankZero, check_initial
+from canon_pretrain.titan.spec import on_meta
 
 ADDED_LATER = ("model.", "loss.", "optimizer.decay", "optimizer.muon_")
 """Prefixes of names that the identity of an older run may lack: it had the default."""
@@ -356,8 +356,7 @@ def _check_folder(
         return
 
     # A fresh run archives the run so far: first make sure that it can start and save.
-    with torch.device("meta"):
-        model = Transformer(job.model_args)
+    model = on_meta(job.model_args)
     weights = model.state_dict()
     if initial := job.checkpoint.initial_load_path:
         archive = path.resolve() / ARCHIVE

@@ -9,20 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canon_pretrain.titan.muon import local_part
+from canon_pretrain.titan.local_update import LocalOptimizer
 
 
-class Lion(torch.optim.Optimizer):
+class Lion(LocalOptimizer):
     """Algorithm 2: the update is sign(beta1 m + (1 - beta1) g); then m is moved by 1 - beta2.
 
-    Each of `groups` has lr, weight_decay (decoupled) and betas. All updates are by element, so
-    that a DTensor may be sharded in any way. `found_inf` may be set to a tensor that is 1 if the
-    step must change nothing, as for torch's fused optimizers.
+    Each of the groups also has betas. All updates are by element, so that a DTensor may be sharded
+    in any way.
     """
-
-    def __init__(self, groups: list[dict[str, Any]]) -> None:
-        super().__init__(groups, {})
-        self.found_inf: Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -33,24 +28,8 @@ class Lion(torch.optim.Optimizer):
                     self._update(parameter, group)
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        if "exp_avg" not in state:
-            state["exp_avg"] = torch.zeros_like(parameter)
-        momentum = local_part(state["exp_avg"])
-        grad = local_part(parameter.grad)
-        if self.found_inf is not None:  # moves the momentum to itself, and no NaN into it
-            grad = torch.where(self.found_inf.bool(), momentum, grad)
-
-        lr = group["lr"]
+        momentum, grad = self.momentum_and_grad(parameter, "exp_avg")
         beta1, beta2 = group["betas"]
         update = momentum.lerp(grad, 1 - beta1).sign_()
         momentum.lerp_(grad, 1 - beta2)
-
-        decay: Tensor | float = lr * group["weight_decay"]
-        if self.found_inf is not None:
-            is_taken = 1 - self.found_inf.double()
-            decay = decay * is_taken
-            update = update * is_taken
-        local = local_part(parameter)
-        local.mul_(1 - decay)
-        local.add_(update, alpha=-lr)
+        self.apply(parameter, group, update)

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from canon_pretrain.titan.local_update import LocalOptimizer
+
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic iteration; these and EPS are torch.optim.Muon's."""
 EPS = 1e-7
@@ -167,22 +169,19 @@ class Exchange:
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(LocalOptimizer):
     """Muon with Nesterov momentum for matrices [R, C] and stacks of them [E, R, C].
 
-    A parameter may be a DTensor, sharded by rows or, a stack, by expert. `found_inf` may be set to
-    a tensor that is 1 if the step must change nothing, as for torch's fused optimizers. `adjust_lr`
-    is torch's adjust_lr_fn. Each of `groups` has lr and weight_decay.
+    A DTensor is sharded by rows or, a stack, by expert. `adjust_lr` is torch's adjust_lr_fn.
     """
 
     def __init__(
         self, groups: list[dict[str, Any]], *, momentum: float, num_steps: int, adjust_lr: str
     ) -> None:
-        super().__init__(groups, {})
+        super().__init__(groups)
         self.momentum = momentum
         self.num_steps = num_steps
         self.adjust_lr = adjust_lr
-        self.found_inf: Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -198,18 +197,12 @@ class Muon(torch.optim.Optimizer):
         directions = [self._update_momentum(parameter) for parameter in parameters]
         updates = self._orthogonalize_all(parameters, directions)
         for parameter, group, update in zip(parameters, groups, updates, strict=True):
-            self._apply(parameter, group, update)
+            lr_ratio = learning_rate_ratio(parameter.shape, self.adjust_lr)
+            self.apply(parameter, group, update, lr_ratio=lr_ratio)
 
     def _update_momentum(self, parameter: Tensor) -> Tensor:
         """Update the momentum; return what is to be orthogonalized, of this rank, in bfloat16."""
-        state = self.state[parameter]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-        momentum = local_part(state["momentum_buffer"])
-        grad = local_part(parameter.grad)
-        if self.found_inf is not None:  # moves the momentum to itself, and no NaN into it
-            grad = torch.where(self.found_inf.bool(), momentum, grad)
-
+        momentum, grad = self.momentum_and_grad(parameter, "momentum_buffer")
         momentum.lerp_(grad, 1 - self.momentum)
         return grad.lerp(momentum, self.momentum).bfloat16()
 
@@ -240,19 +233,6 @@ class Muon(torch.optim.Optimizer):
             updates |= zip(indices, exchange.to_shards(matrices), strict=True)
         return [updates[index] for index in range(len(parameters))]
 
-    def _apply(self, parameter: Tensor, group: dict[str, Any], update: Tensor) -> None:
-        """Decay this rank's part of a parameter, and subtract the update."""
-        lr = group["lr"]
-        decay: Tensor | float = lr * group["weight_decay"]
-        if self.found_inf is not None:
-            is_taken = 1 - self.found_inf.double()
-            decay = decay * is_taken
-            update = update * is_taken
-
-        local = local_part(parameter)
-        local.mul_(1 - decay)
-        local.add_(update, alpha=-lr * learning_rate_ratio(parameter.shape, self.adjust_lr))
-
 
 def learning_rate_ratio(shape: Sequence[int], adjust_lr: str) -> float:
     """Return the factor of the learning rate for a matrix, or for each one of a stack.
@@ -264,12 +244,6 @@ def learning_rate_ratio(shape: Sequence[int], adjust_lr: str) -> float:
     if adjust_lr == "original":
         return math.sqrt(max(1, num_rows / num_columns))
     return 0.2 * math.sqrt(max(num_rows, num_columns))
-
-
-def local_part(tensor: Tensor | None) -> Tensor:
-    """Return this rank's part of a tensor, which a change of it changes."""
-    assert tensor is not None
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _ranks_of_rows(parameter: Tensor) -> dist.ProcessGroup | None:

@@ -203,12 +203,17 @@ def fill(model: Transformer) -> None:
     model.reset_ropes(model.tok_embeddings.weight.device)
 
 
+def on_meta(args: ModelArgs, **backends: str) -> Transformer:
+    """Return the model of `args` on the meta device."""
+    with torch.device("meta"):
+        return Transformer(args, **backends)
+
+
 def random_model(
     args: ModelArgs, device: torch.device, dtype: torch.dtype = torch.float32, **backends: str
 ) -> Transformer:
     """Return a model for inference with random values of typical scale."""
-    with torch.device("meta"):
-        model = Transformer(args, **backends).to(dtype)
+    model = on_meta(args, **backends).to(dtype)
     model.to_empty(device=device).requires_grad_(False).eval()
     fill(model)
     return model

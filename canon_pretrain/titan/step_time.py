@@ -19,11 +19,11 @@ from canon_pretrain.kernels.work import Work
 from canon_pretrain.machine.gpus import GPUS_PER_NODE, Gpu, Range
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.counts import num_parameters, routed_parameters
-from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.titan.costs import compiled_block_costs, planned_backend
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, shard_degree
 from canon_pretrain.titan.muon import update_costs
 from canon_pretrain.titan.optimizers import MUON, muon_shapes
+from canon_pretrain.titan.spec import on_meta
 
 FLOAT32_BYTES = 4
 TRAFFIC_FACTOR = 1.15
@@ -137,9 +137,7 @@ def count_step(job: CanonJobConfig, world_size: int, mixer_backend: str = "chunk
 
     # AdamW's update is counted for all parameters; Muon's matrices are orthogonalized as well.
     if job.optimizer.name == MUON:
-        with torch.device("meta"):
-            model = Transformer(job.model_args)
-        shapes = muon_shapes(job.optimizer, model)
+        shapes = muon_shapes(job.optimizer, on_meta(job.model_args))
         counts = add_muon(counts, shapes, layout.num_shards, job.optimizer.muon_ns_steps)
     return counts
 

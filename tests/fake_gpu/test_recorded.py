@@ -9,7 +9,8 @@ import pytest
 from canon_pretrain.fake_gpu.check import problems_of
 from canon_pretrain.machine.gpus import GPUS
 from canon_pretrain.titan.command_line import parse_job
-from canon_pretrain.titan.dry_run import GIB, count_memory, on_meta
+from canon_pretrain.titan.dry_run import GIB, count_memory
+from canon_pretrain.titan.spec import on_meta
 from canon_pretrain.titan.step_time import count_step, step_seconds
 from tests.fake_gpu_server import FakeRuns
 from tests.support import ROOT

@@ -56,6 +56,8 @@ def gla_scores_kernel(
     """Write q~, k~, the decay of the chunk, and the scores of its tokens."""
     n = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
+
+    # The row's tokens and head.
     first_token = row // num_heads * num_tokens
     head = (row % num_heads) * key_dim
     q += first_token * q_step + head
@@ -95,6 +97,7 @@ def gla_scores_kernel(
             product_CC = chunks.product(q_decayed_CK, tl.trans(k_decayed_CK))
             scores_CC += tl.where(chunks.is_pair(place, level), product_CC, 0.0)
 
+        # q~, k~ and the decay of the whole chunk.
         is_earlier_CC = place[None, :] <= place[:, None]
         is_later_CC = place[None, :] > place[:, None]
         since_CK = chunks.sums(is_earlier_CC, high_CK, middle_CK, low_CK)
@@ -220,6 +223,8 @@ def gla_state_gradients_kernel(
     key = tl.program_id(0) * keys + tl.arange(0, keys)
     n = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
+
+    # The row's tokens and head, and what is by chunks.
     first_token = row // num_heads * num_tokens
     key_head = (row % num_heads) * key_dim
     value_head = (row % num_heads) * value_dim
@@ -237,6 +242,8 @@ def gla_state_gradients_kernel(
     dq_CK = tl.zeros([chunk, keys], tl.float32)
     dk_CK = tl.zeros([chunk, keys], tl.float32)
     carried_K = tl.zeros([keys], tl.float32)
+
+    # All are sums over the values, tile by tile.
     for first_value in range(0, value_dim, width):
         value = first_value + tl.arange(0, width)
         do_CV = chunks.load_tile(do, token, value, num_tokens, value_dim, do_step)
@@ -246,6 +253,7 @@ def gla_state_gradients_kernel(
         dq_CK = chunks.product(do_CV, tl.trans(states_KV), dq_CK)
         dk_CK = chunks.product(v_CV, tl.trans(dstates_KV), dk_CK)
         carried_K += tl.sum(states_KV.to(tl.float32) * dstates_KV.to(tl.float32), axis=1)
+
     step = num_heads * key_dim
     chunks.store_tile(dq, token, key, num_tokens, key_dim, step, dq_CK)
     chunks.store_tile(dk, token, key, num_tokens, key_dim, step, dk_CK)
@@ -266,6 +274,8 @@ def gla_pair_gradients_kernel(
     key = tl.program_id(0) * keys + tl.arange(0, keys)
     n = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
+
+    # The row's tokens and head, and what is by chunks.
     first_token = row // num_heads * num_tokens
     head = (row % num_heads) * key_dim
     q += first_token * q_step + head
@@ -280,6 +290,7 @@ def gla_pair_gradients_kernel(
     dscores += number * chunk * chunk
     carried += number * key_dim
 
+    # The chunk: zeros after the last token.
     place = tl.arange(0, chunk)
     token = n * chunk + place
     q_CK = chunks.load_tile(q, token, key, num_tokens, key_dim, q_step).to(tl.float32) * scale
@@ -327,6 +338,7 @@ def gla_pair_gradients_kernel(
     dk_CK += dk_state_CK
     dlog_CK = chunks.sum_product(tl.trans(until_CC), k_CK * dk_state_CK, dlog_CK, half)
 
+    # In place of what came through the states.
     chunks.store_tile(dq, token, key, num_tokens, key_dim, step, dq_CK)
     chunks.store_tile(dk, token, key, num_tokens, key_dim, step, dk_CK)
     chunks.store_tile(dlog_decay, token, key, num_tokens, key_dim, step, dlog_CK)
